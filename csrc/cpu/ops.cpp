@@ -1,0 +1,411 @@
+// Owns the torch ops of the namespace irframework_vllm_c on the CPU: their schemas, the checks of what the kernels take,
+// outputs and threads. Written on torch's stable C ABI (target 2.11). Every check is made here, before anything is
+// launched, because the message of an error raised inside a shim call is lost with that target.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace irframework_vllm_c {
+namespace {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+[[noreturn]] void fail(const char* op, const std::string& what) {
+  throw std::runtime_error("irframework_vllm_c::" + std::string(op) + ": " + what);
+}
+
+// ---- reading tensors ---------------------------------------------------------------------------------------------
+
+// What the checks need of a tensor, read once.
+struct View {
+  const char* name;
+  AtenTensorHandle handle;
+  int64_t dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int32_t dtype;
+
+  int64_t size(int64_t dim) const { return sizes[dim < 0 ? dims + dim : dim]; }
+  int64_t stride(int64_t dim) const { return strides[dim < 0 ? dims + dim : dim]; }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int64_t d = 0; d < dims; ++d) n *= sizes[d];
+    return n;
+  }
+};
+
+View view_of(const char* op, const char* name, const Tensor& tensor) {
+  View v{name, tensor.get(), tensor.dim(), tensor.sizes().data(), tensor.strides().data(), 0};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.handle, &v.dtype));
+  if (!tensor.is_cpu()) fail(op, std::string(name) + " is not on the CPU");
+  return v;
+}
+
+std::string shape_of(const View& v) {
+  std::string text = "[";
+  for (int64_t d = 0; d < v.dims; ++d) text += (d ? ", " : "") + std::to_string(v.sizes[d]);
+  return text + "]";
+}
+
+std::optional<Type> type_of(const View& v) {
+  static const int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16(),
+                       f16 = aoti_torch_dtype_float16();
+  if (v.dtype == f32) return Type::f32;
+  if (v.dtype == bf16) return Type::bf16;
+  if (v.dtype == f16) return Type::f16;
+  return std::nullopt;
+}
+
+Type floating_type(const char* op, const View& v) {
+  const auto type = type_of(v);
+  if (!type) fail(op, std::string(v.name) + " must be float32, bfloat16 or float16");
+  return *type;
+}
+
+void* data_of(const View& v) {
+  void* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(v.handle, &data));
+  return data;
+}
+
+void check_rank(const char* op, const View& v, int64_t least) {
+  if (v.dims < least) {
+    fail(op, std::string(v.name) + " must have at least " + std::to_string(least) + " dimension(s), got shape " +
+                 shape_of(v));
+  }
+}
+
+void check_dense_rows(const char* op, const View& v) {
+  if (v.size(-1) > 1 && v.stride(-1) != 1) {
+    fail(op, std::string(v.name) + " must be contiguous in its last dimension, got stride " +
+                 std::to_string(v.stride(-1)) + "; call .contiguous() first");
+  }
+}
+
+void check_same_shape(const char* op, const View& a, const View& b) {
+  bool same = a.dims == b.dims;
+  for (int64_t d = 0; same && d < a.dims; ++d) same = a.sizes[d] == b.sizes[d];
+  if (!same) {
+    fail(op, std::string(a.name) + " and " + b.name + " must have the same shape, got " + shape_of(a) + " and " +
+                 shape_of(b));
+  }
+}
+
+int64_t product(const View& v, int64_t dims) {
+  int64_t n = 1;
+  for (int64_t d = 0; d < dims; ++d) n *= v.sizes[d];
+  return n;
+}
+
+// The rows of the first `dims` dimensions, those of size 1 left out and neighbours merged.
+Rows rows_of(const char* op, const View& v, int64_t dims) {
+  Rows rows;
+  for (int64_t d = 0; d < dims; ++d) {
+    const int64_t size = v.sizes[d], stride = v.strides[d];
+    if (size == 1) continue;
+    if (rows.dims > 0 && rows.stride[rows.dims - 1] == size * stride) {
+      rows.size[rows.dims - 1] *= size;
+      rows.stride[rows.dims - 1] = stride;
+      continue;
+    }
+    if (rows.dims == kMaxLeadingDims) {
+      fail(op, std::string(v.name) + " has more than " + std::to_string(kMaxLeadingDims) +
+                   " leading dimensions that cannot be merged; call .contiguous() first");
+    }
+    rows.size[rows.dims] = size;
+    rows.stride[rows.dims++] = stride;
+  }
+  return rows;
+}
+
+Rows contiguous_rows(int64_t count, int64_t stride) {
+  Rows rows;
+  rows.dims = 1;
+  rows.size[0] = count;
+  rows.stride[0] = stride;
+  return rows;
+}
+
+// A tensor that is written to must not hold one element twice (an expanded tensor, a sliding window).
+void check_distinct_rows(const char* op, const View& v, const Rows& rows) {
+  int order[kMaxLeadingDims];
+  for (int i = 0; i < rows.dims; ++i) {
+    int at = i;
+    for (; at > 0 && rows.stride[order[at - 1]] > rows.stride[i]; --at) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  int64_t extent = v.size(-1);
+  for (int i = 0; i < rows.dims; ++i) {
+    if (rows.stride[order[i]] < extent) {
+      fail(op, std::string(v.name) + " is written to, but its rows overlap in memory; pass a copy");
+    }
+    extent += (rows.size[order[i]] - 1) * rows.stride[order[i]];
+  }
+}
+
+Tensor new_contiguous(const View& like, const int64_t* sizes) {
+  int64_t strides[64];
+  int64_t stride = 1;
+  for (int64_t d = like.dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(like.dims, sizes, strides, like.dtype, cpu, -1, &handle));
+  return Tensor(handle);
+}
+
+// ---- threads -----------------------------------------------------------------------------------------------------
+
+// Bytes that one thread should have to move before another is worth waking, and the size of an output from which it
+// is written around the caches.
+constexpr int64_t kBytesPerThread = 128 * 1024;
+constexpr int64_t kStreamBytes = 32 * 1024 * 1024;
+
+template <typename Args>
+void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t rows, int64_t bytes_per_row) {
+  const int64_t grain = kBytesPerThread / (bytes_per_row > 0 ? bytes_per_row : 1) + 1;
+  if (rows <= grain) {
+    kernel(args, 0, rows);
+    return;
+  }
+  struct Job {
+    void (*kernel)(const Args&, int64_t, int64_t);
+    const Args* args;
+  } job{kernel, &args};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(
+      0, rows, grain,
+      [](int64_t begin, int64_t end, void* context) {
+        const Job& j = *static_cast<const Job*>(context);
+        j.kernel(*j.args, begin, end);
+      },
+      &job));
+}
+
+int64_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
+
+// ---- rms_norm and fused_add_rms_norm -----------------------------------------------------------------------------
+
+NormArgs norm_arguments(const char* op, const View& x, const OptionalTensor& weight, double epsilon) {
+  check_rank(op, x, 1);
+  check_dense_rows(op, x);
+  NormArgs args{};
+  args.type = args.weight_type = floating_type(op, x);
+  args.cols = x.size(-1);
+  args.epsilon = static_cast<float>(epsilon);
+  args.x_rows = rows_of(op, x, x.dims - 1);
+  if (weight) {
+    const View w = view_of(op, "weight", *weight);
+    args.weight_type = floating_type(op, w);
+    if (args.weight_type != args.type && args.weight_type != Type::f32) {
+      fail(op, "weight must have the dtype of x, or float32");
+    }
+    if (w.dims != 1 || w.size(0) != args.cols) {
+      fail(op, "weight must have shape [" + std::to_string(args.cols) + "], the last dimension of x, got " +
+                   shape_of(w));
+    }
+    check_dense_rows(op, w);
+    args.weight = data_of(w);
+  }
+  return args;
+}
+
+void rms_norm_into(const View& x, NormArgs& args, const Tensor& out) {
+  args.x = data_of(x);
+  args.out = out.data_ptr();
+  const int64_t rows = product(x, x.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.out_rows = contiguous_rows(rows, args.cols);
+  args.stream = rows * row_bytes >= kStreamBytes;
+  if (rows > 0 && args.cols > 0) run(active_kernels().rms_norm, args, rows, 2 * row_bytes);
+}
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double epsilon) {
+  const View view = view_of("rms_norm", "x", x);
+  NormArgs args = norm_arguments("rms_norm", view, weight, epsilon);
+  Tensor out = new_contiguous(view, view.sizes);
+  rms_norm_into(view, args, out);
+  return out;
+}
+
+void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, const OptionalTensor& weight, double epsilon) {
+  const char* op = "fused_add_rms_norm";
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  check_same_shape(op, view, residual);
+  check_dense_rows(op, residual);
+  if (residual.dtype != view.dtype) fail(op, "x_residual must have the dtype of x");
+  args.residual_rows = rows_of(op, residual, residual.dims - 1);
+  args.out_rows = args.x_rows;
+  check_distinct_rows(op, view, args.x_rows);
+  check_distinct_rows(op, residual, args.residual_rows);
+  args.x = args.out = data_of(view);
+  args.residual = data_of(residual);
+  const int64_t rows = product(view, view.dims - 1);
+  if (rows == 0 || args.cols == 0) return;
+  if (args.x == args.residual) fail(op, "x and x_residual are both written to, so they must not be the same memory");
+  run(active_kernels().fused_add_rms_norm, args, rows, 4 * args.cols * bytes_of(args.type));
+}
+
+// ---- silu_and_mul and gelu_and_mul -------------------------------------------------------------------------------
+
+Tensor gated(const char* op, const Tensor& x, Gate gate) {
+  const View view = view_of(op, "x", x);
+  check_rank(op, view, 1);
+  check_dense_rows(op, view);
+  GateArgs args{};
+  args.type = floating_type(op, view);
+  args.gate = gate;
+  if (view.size(-1) % 2 != 0) {
+    fail(op, "the last dimension of x must be even (gate and up halves), got " + std::to_string(view.size(-1)));
+  }
+  if (view.dims > 64) fail(op, "x has more than 64 dimensions");
+  args.cols = view.size(-1) / 2;
+  args.x_rows = rows_of(op, view, view.dims - 1);
+  int64_t sizes[64];
+  for (int64_t d = 0; d < view.dims; ++d) sizes[d] = view.sizes[d];
+  sizes[view.dims - 1] = args.cols;
+  Tensor out = new_contiguous(view, sizes);
+  args.x = data_of(view);
+  args.out = out.data_ptr();
+  const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.stream = rows * row_bytes >= kStreamBytes;
+  if (rows > 0 && args.cols > 0) run(active_kernels().gated, args, rows, 3 * row_bytes);
+  return out;
+}
+
+Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", x, Gate::silu); }
+
+Tensor gelu_and_mul(const Tensor& x, bool tanh_approximation) {
+  return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf);
+}
+
+// ---- rotary_embedding --------------------------------------------------------------------------------------------
+
+// Fills in one of query and key, [..., tokens, heads * head_size] or [..., tokens, heads, head_size], where the
+// dimensions before the heads end with those of positions. Returns the number of tokens.
+int64_t rotary_tensor(const char* op, const View& v, const View& positions, int64_t head_size, RotaryTensor& to) {
+  const auto leads = [&](int64_t dims) {
+    if (dims < positions.dims) return false;
+    for (int64_t d = 1; d <= positions.dims; ++d) {
+      if (v.sizes[dims - d] != positions.size(-d)) return false;
+    }
+    return true;
+  };
+  const bool apart = v.dims >= 2 && v.size(-1) == head_size && leads(v.dims - 2);
+  const bool merged = !apart && v.dims >= 1 && v.size(-1) % head_size == 0 && leads(v.dims - 1);
+  if (!apart && !merged) {
+    fail(op, std::string(v.name) + " must have shape [..., tokens, heads * head_size] or [..., tokens, heads, " +
+                 "head_size] with head_size " + std::to_string(head_size) + " and the tokens of positions " +
+                 shape_of(positions) + ", got " + shape_of(v));
+  }
+  check_dense_rows(op, v);
+  const int64_t token_dims = v.dims - (apart ? 2 : 1);
+  to.heads = apart ? v.size(-2) : v.size(-1) / head_size;
+  to.head_stride = apart ? v.stride(-2) : head_size;
+  to.token_rows = rows_of(op, v, token_dims);
+  to.in = data_of(v);
+  return product(v, token_dims);
+}
+
+void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs, Tensor* outputs, int count,
+            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox) {
+  static const char* const names[2] = {"query", "key"};
+  static const int32_t int64 = aoti_torch_dtype_int64();
+  const View where = view_of(op, "positions", positions), cache = view_of(op, "cos_sin_cache", cos_sin_cache);
+  const View query = view_of(op, names[0], *inputs[0]);
+  RotaryArgs args{};
+  args.type = floating_type(op, query);
+  args.cache_type = floating_type(op, cache);
+  if (where.dtype != int64) fail(op, "positions must be int64");
+  if (where.dims < 1 || !positions.is_contiguous()) {
+    fail(op, "positions must be contiguous with at least one dimension, got shape " + shape_of(where));
+  }
+  if (args.cache_type != args.type && args.cache_type != Type::f32) {
+    fail(op, "cos_sin_cache must have the dtype of query, or float32");
+  }
+  if (cache.dims != 2) fail(op, "cos_sin_cache must have shape [max_position, rotary_dim], got " + shape_of(cache));
+  check_dense_rows(op, cache);
+  args.rotary_dim = cache.size(1);
+  if (head_size < 1 || args.rotary_dim % 2 != 0 || args.rotary_dim > head_size) {
+    fail(op, "rotary_dim (the width of cos_sin_cache, " + std::to_string(args.rotary_dim) +
+                 ") must be even and at most head_size (" + std::to_string(head_size) + ")");
+  }
+  args.cache = data_of(cache);
+  args.cache_stride = cache.stride(0);
+  args.positions = static_cast<const int64_t*>(data_of(where));
+  args.position_count = where.numel();
+  args.head_size = head_size;
+  args.neox = is_neox;
+  args.tensor_count = count;
+  for (int64_t i = 0; i < args.position_count; ++i) {
+    if (args.positions[i] < 0 || args.positions[i] >= cache.size(0)) {
+      fail(op, "position " + std::to_string(args.positions[i]) + " is outside cos_sin_cache, which has " +
+                   std::to_string(cache.size(0)) + " rows");
+    }
+  }
+  int64_t tokens = 0, token_bytes = 0;
+  for (int k = 0; k < count; ++k) {
+    const View v = k == 0 ? query : view_of(op, names[k], *inputs[k]);
+    if (v.dtype != query.dtype) fail(op, "key must have the dtype of query");
+    const int64_t found = rotary_tensor(op, v, where, head_size, args.tensors[k]);
+    if (k > 0 && found != tokens) {
+      fail(op, "query and key must have as many tokens, got " + std::to_string(tokens) + " and " +
+                   std::to_string(found));
+    }
+    tokens = found;
+    token_bytes += 2 * args.tensors[k].heads * head_size * bytes_of(args.type);
+    outputs[k] = new_contiguous(v, v.sizes);
+    args.tensors[k].out = outputs[k].data_ptr();
+  }
+  if (tokens > 0) run(active_kernels().rotary, args, tokens, token_bytes);
+}
+
+std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox) {
+  const Tensor* inputs[2] = {&query, &key};
+  Tensor outputs[2] = {query, key};
+  rotary("rotary_embedding", positions, inputs, outputs, 2, cos_sin_cache, head_size, is_neox);
+  return {outputs[0], outputs[1]};
+}
+
+Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
+                              int64_t head_size, bool is_neox) {
+  const Tensor* inputs[1] = {&query};
+  Tensor outputs[1] = {query};
+  rotary("rotary_embedding_query", positions, inputs, outputs, 1, cos_sin_cache, head_size, is_neox);
+  return outputs[0];
+}
+
+}  // namespace
+}  // namespace irframework_vllm_c
+
+STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
+  m.def("rms_norm(Tensor x, Tensor? weight, float epsilon) -> Tensor");
+  m.def("fused_add_rms_norm(Tensor(a!) x, Tensor(b!) x_residual, Tensor? weight, float epsilon) -> ()");
+  m.def("silu_and_mul(Tensor x) -> Tensor");
+  m.def("gelu_and_mul(Tensor x, bool tanh_approximation) -> Tensor");
+  m.def(
+      "rotary_embedding(Tensor positions, Tensor query, Tensor key, Tensor cos_sin_cache, int head_size, "
+      "bool is_neox) -> (Tensor, Tensor)");
+  m.def(
+      "rotary_embedding_query(Tensor positions, Tensor query, Tensor cos_sin_cache, int head_size, bool is_neox)"
+      " -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&irframework_vllm_c::rms_norm));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&irframework_vllm_c::fused_add_rms_norm));
+  m.impl("silu_and_mul", TORCH_BOX(&irframework_vllm_c::silu_and_mul));
+  m.impl("gelu_and_mul", TORCH_BOX(&irframework_vllm_c::gelu_and_mul));
+  m.impl("rotary_embedding", TORCH_BOX(&irframework_vllm_c::rotary_embedding));
+  m.impl("rotary_embedding_query", TORCH_BOX(&irframework_vllm_c::rotary_embedding_query));
+}
