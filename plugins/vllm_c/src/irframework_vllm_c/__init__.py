@@ -1,1 +1,27 @@
-"""Placeholder."""
+"""The plugin `vllm_c` of irframework: C++ kernels for the standard ops.
+
+Owns the plugin's hooks. The kernels are loaded by `library`, registered by `implementations`.
+"""
+
+import irframework as ir
+
+from irframework_vllm_c.library import KernelsNotLoaded, instruction_set
+
+__all__ = ["IRFRAMEWORK_API", "KernelsNotLoaded", "instruction_set"]
+
+IRFRAMEWORK_API = 1
+PROVIDER = "vllm_c"
+
+
+@ir.hookimpl
+def irframework_register_impls() -> None:
+    """Registers provider `vllm_c` for the standard ops."""
+    from irframework_vllm_c import implementations
+
+    implementations.register(PROVIDER)
+
+
+@ir.hookimpl
+def irframework_default_priorities(platform: str, mode: str) -> dict[str, list[str]] | None:
+    """Puts the kernels first on the CPU, in both modes; other platforms have no kernels of ours yet."""
+    return {"*": [PROVIDER]} if platform == "cpu" else None

@@ -1,0 +1,150 @@
+// Owns reading a tensor through the stable ABI and checking what the kernels need of it. Every check names the op, the
+// argument and what was found, and happens before anything is launched.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace irframework_vllm_c {
+
+using torch::stable::Tensor;
+
+[[noreturn]] inline void fail(const char* op, const std::string& what) {
+  throw std::runtime_error("irframework_vllm_c::" + std::string(op) + ": " + what);
+}
+
+// ---- reading tensors ---------------------------------------------------------------------------------------------
+
+// What the checks need of a tensor, read once.
+struct View {
+  const char* name;
+  AtenTensorHandle handle;
+  int64_t dims;
+  const int64_t* sizes;
+  const int64_t* strides;
+  int32_t dtype;
+
+  int64_t size(int64_t dim) const { return sizes[dim < 0 ? dims + dim : dim]; }
+  int64_t stride(int64_t dim) const { return strides[dim < 0 ? dims + dim : dim]; }
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int64_t d = 0; d < dims; ++d) n *= sizes[d];
+    return n;
+  }
+};
+
+inline View view_of(const char* op, const char* name, const Tensor& tensor) {
+  View v{name, tensor.get(), tensor.dim(), tensor.sizes().data(), tensor.strides().data(), 0};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.handle, &v.dtype));
+  if (!tensor.is_cpu()) fail(op, std::string(name) + " is not on the CPU");
+  return v;
+}
+
+inline std::string shape_of(const View& v) {
+  std::string text = "[";
+  for (int64_t d = 0; d < v.dims; ++d) text += (d ? ", " : "") + std::to_string(v.sizes[d]);
+  return text + "]";
+}
+
+inline std::optional<Type> type_of(const View& v) {
+  static const int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16(),
+                       f16 = aoti_torch_dtype_float16();
+  if (v.dtype == f32) return Type::f32;
+  if (v.dtype == bf16) return Type::bf16;
+  if (v.dtype == f16) return Type::f16;
+  return std::nullopt;
+}
+
+inline Type floating_type(const char* op, const View& v) {
+  const auto type = type_of(v);
+  if (!type) fail(op, std::string(v.name) + " must be float32, bfloat16 or float16");
+  return *type;
+}
+
+inline void* data_of(const View& v) {
+  void* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(v.handle, &data));
+  return data;
+}
+
+inline void check_rank(const char* op, const View& v, int64_t least) {
+  if (v.dims < least) {
+    fail(op, std::string(v.name) + " must have at least " + std::to_string(least) + " dimension(s), got shape " +
+                 shape_of(v));
+  }
+}
+
+inline void check_dense_rows(const char* op, const View& v) {
+  if (v.size(-1) > 1 && v.stride(-1) != 1) {
+    fail(op, std::string(v.name) + " must be contiguous in its last dimension, got stride " +
+                 std::to_string(v.stride(-1)) + "; call .contiguous() first");
+  }
+}
+
+inline void check_same_shape(const char* op, const View& a, const View& b) {
+  bool same = a.dims == b.dims;
+  for (int64_t d = 0; same && d < a.dims; ++d) same = a.sizes[d] == b.sizes[d];
+  if (!same) {
+    fail(op, std::string(a.name) + " and " + b.name + " must have the same shape, got " + shape_of(a) + " and " +
+                 shape_of(b));
+  }
+}
+
+inline int64_t product(const View& v, int64_t dims) {
+  int64_t n = 1;
+  for (int64_t d = 0; d < dims; ++d) n *= v.sizes[d];
+  return n;
+}
+
+// The rows of the first `dims` dimensions, those of size 1 left out and neighbours merged.
+inline Rows rows_of(const char* op, const View& v, int64_t dims) {
+  Rows rows;
+  for (int64_t d = 0; d < dims; ++d) {
+    const int64_t size = v.sizes[d], stride = v.strides[d];
+    if (size == 1) continue;
+    if (rows.dims > 0 && rows.stride[rows.dims - 1] == size * stride) {
+      rows.size[rows.dims - 1] *= size;
+      rows.stride[rows.dims - 1] = stride;
+      continue;
+    }
+    if (rows.dims == kMaxLeadingDims) {
+      fail(op, std::string(v.name) + " has more than " + std::to_string(kMaxLeadingDims) +
+                   " leading dimensions that cannot be merged; call .contiguous() first");
+    }
+    rows.size[rows.dims] = size;
+    rows.stride[rows.dims++] = stride;
+  }
+  return rows;
+}
+
+inline Rows contiguous_rows(int64_t count, int64_t stride) {
+  Rows rows;
+  rows.dims = 1;
+  rows.size[0] = count;
+  rows.stride[0] = stride;
+  return rows;
+}
+
+// A tensor that is written to must not hold one element twice (an expanded tensor, a sliding window).
+inline void check_distinct_rows(const char* op, const View& v, const Rows& rows) {
+  int order[kMaxLeadingDims];
+  for (int i = 0; i < rows.dims; ++i) {
+    int at = i;
+    for (; at > 0 && rows.stride[order[at - 1]] > rows.stride[i]; --at) order[at] = order[at - 1];
+    order[at] = i;
+  }
+  int64_t extent = v.size(-1);
+  for (int i = 0; i < rows.dims; ++i) {
+    if (rows.stride[order[i]] < extent) {
+      fail(op, std::string(v.name) + " is written to, but its rows overlap in memory; pass a copy");
+    }
+    extent += (rows.size[order[i]] - 1) * rows.stride[order[i]];
+  }
+}
+
+}  // namespace irframework_vllm_c
