@@ -39,8 +39,8 @@ def load_cpu_kernels() -> str:
         torch.ops.load_library(spec.origin)
     except OSError as error:
         raise KernelsNotLoaded(
-            f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: {error}. It needs "
-            "torch >= 2.11; reinstall irframework-vllm-c for this Python environment"
+            f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
+            f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this Python environment"
         ) from error
     _register_fakes()
     return spec.origin

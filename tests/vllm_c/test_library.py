@@ -1,0 +1,85 @@
+"""Loading the kernels, choosing the instruction set, and what tracing needs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from irframework_vllm_c import library
+
+FORCED = "from irframework_vllm_c import library; print(library.instruction_set())"
+
+
+def run_with_isa(name: str, code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "IRFRAMEWORK_VLLM_C_ISA": name}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_variable_chooses_the_instruction_set() -> None:
+    assert run_with_isa("plain", FORCED).stdout.strip() == "plain"
+
+
+def test_an_unknown_instruction_set_is_an_error_that_names_the_variable() -> None:
+    run = run_with_isa("sse9", FORCED)
+    assert run.returncode != 0
+    assert "IRFRAMEWORK_VLLM_C_ISA" in run.stderr
+
+
+def test_switching_to_an_unknown_instruction_set_is_an_error() -> None:
+    with pytest.raises(ValueError, match="sse9"):
+        library.use_instruction_set("sse9")
+
+
+def test_a_missing_library_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(library.KernelsNotLoaded, match="install a wheel for it, or build from source"):
+        library.load_cpu_kernels.__wrapped__()
+
+
+def test_a_library_that_does_not_load_is_reported_with_the_loader_s_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    broken = tmp_path / "_C_cpu.so"
+    broken.write_bytes(b"not a library")
+    spec = library.importlib.util.spec_from_file_location("irframework_vllm_c._C_cpu", broken)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(
+        library.KernelsNotLoaded, match=r"does not load into torch .*(invalid ELF header|file too short)"
+    ):
+        library.load_cpu_kernels.__wrapped__()
+
+
+def arguments(op: str) -> tuple[object, ...]:
+    x, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+    positions, cache = torch.arange(4), torch.randn(8, 16)
+    return {
+        "rms_norm": (x, weight, 1e-6),
+        "fused_add_rms_norm": (x, x.clone(), weight, 1e-6),
+        "silu_and_mul": (x,),
+        "gelu_and_mul": (x, True),
+        "rotary_embedding": (positions, x, x.clone(), cache, 16, True),
+        "rotary_embedding_query": (positions, x, cache, 16, False),
+    }[op]
+
+
+OPS = [
+    "rms_norm",
+    "fused_add_rms_norm",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rotary_embedding",
+    "rotary_embedding_query",
+]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_schema_and_fake_agree_with_the_kernel(op: str) -> None:
+    overload = getattr(torch.ops.irframework_vllm_c, op).default
+    torch.library.opcheck(overload, arguments(op), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_meta_tensors_never_reach_the_kernels(op: str) -> None:
+    moved = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments(op)]
+    getattr(torch.ops.irframework_vllm_c, op).default(*moved)
