@@ -39,10 +39,20 @@ IRF_INLINE void advance(RowCursor& cursor) {
   }
 }
 
+// Whether a row of `cols` can be written with streaming stores: its vectors must be aligned. A tail would be legal too,
+// but then the next row is not aligned.
 template <typename T>
 IRF_INLINE bool may_stream(const T* p, int64_t cols) {
-  constexpr int64_t kBytes = W * (int64_t)sizeof(T);
-  return kCanStream && (uintptr_t)p % kBytes == 0 && cols % W == 0;
+  return kCanStream && (uintptr_t)p % (4 * W) == 0 && cols % (2 * W) == 0;
+}
+
+template <bool kStream, typename T>
+IRF_INLINE void write_two(T* p, Two v) {
+  if (kStream) {
+    stream_two(p, v);
+  } else {
+    store_two(p, v);
+  }
 }
 
 // ---- rms_norm and fused_add_rms_norm -----------------------------------------------------------------------------
@@ -54,13 +64,15 @@ IRF_INLINE float sum_of_squares(const T* x, T* residual, int64_t cols) {
   F total[4] = {F{}, F{}, F{}, F{}};
   int64_t i = 0;
   for (; i + 4 * W <= cols; i += 4 * W) {
-    for (int k = 0; k < 4; ++k) {
-      F v = load(x + i + k * W);
+    for (int k = 0; k < 4; k += 2) {
+      Two v = load_two<T>(x + i + k * W);
       if (kAdd) {
-        v = rounded<T>(v + load((const T*)residual + i + k * W));
-        store(residual + i + k * W, v);
+        const Two r = load_two<T>((const T*)residual + i + k * W);
+        v = {rounded<T>(v.a + r.a), rounded<T>(v.b + r.b)};
+        store_two(residual + i + k * W, v);
       }
-      total[k] = multiply_add(v, v, total[k]);
+      total[k] = multiply_add(v.a, v.a, total[k]);
+      total[k + 1] = multiply_add(v.b, v.b, total[k + 1]);
     }
   }
   for (; i < cols; i += W) {
@@ -77,30 +89,35 @@ IRF_INLINE float sum_of_squares(const T* x, T* residual, int64_t cols) {
 
 struct NoWeight {};
 
-IRF_INLINE F scaled(F v, float scale, const NoWeight*, int64_t) { return v * scale; }
 // Native rounds the normalised value to the weight's type before the product: round(round(v * scale) * weight).
-template <typename WT>
-IRF_INLINE F scaled(F v, float scale, const WT* weight, int64_t i) {
-  return rounded<WT>(v * scale) * load(weight + i);
+template <typename T, typename WT>
+IRF_INLINE F scaled(F v, float scale, F weight) {
+  const F normalised = v * scale;
+  if (__is_same(WT, NoWeight)) return normalised;
+  return rounded<WT>(normalised) * (__is_same(T, bf16) && __is_same(WT, float) ? plain_nan(weight) : weight);
 }
-IRF_INLINE F scaled(F v, float scale, const NoWeight*, int64_t, int64_t) { return v * scale; }
+
+template <typename As>
+IRF_INLINE Two load_two(const NoWeight*) {
+  return {F{}, F{}};
+}
+IRF_INLINE F load(const NoWeight*, int64_t) { return F{}; }
 template <typename WT>
-IRF_INLINE F scaled(F v, float scale, const WT* weight, int64_t i, int64_t count) {
-  return rounded<WT>(v * scale) * load(weight + i, count);
+IRF_INLINE const WT* at(const WT* weight, int64_t i) {
+  return __is_same(WT, NoWeight) ? weight : weight + i;
 }
 
 template <bool kStream, typename T, typename WT>
 IRF_INLINE void write_scaled(const T* row, T* out, const WT* weight, float scale, int64_t cols) {
   int64_t i = 0;
-  for (; i + W <= cols; i += W) {
-    const F v = scaled(load(row + i), scale, weight, i);
-    if (kStream) {
-      stream(out + i, v);
-    } else {
-      store(out + i, v);
-    }
+  for (; i + 2 * W <= cols; i += 2 * W) {
+    const Two v = load_two<T>(row + i), w = load_two<T>(at(weight, i));
+    write_two<kStream>(out + i, {scaled<T, WT>(v.a, scale, w.a), scaled<T, WT>(v.b, scale, w.b)});
   }
-  if (i < cols) store(out + i, scaled(load(row + i, cols - i), scale, weight, i, cols - i), cols - i);
+  for (; i < cols; i += W) {
+    const int64_t count = cols - i < W ? cols - i : W;
+    store(out + i, scaled<T, WT>(load(row + i, count), scale, load(at(weight, i), count)), count);
+  }
 }
 
 template <bool kAdd, typename T, typename WT>
@@ -163,16 +180,13 @@ template <bool kStream, Gate kGate, typename T>
 IRF_INLINE void gate_row(const T* x, T* out, int64_t cols) {
   const T* up = x + cols;
   int64_t i = 0;
-  for (; i + W <= cols; i += W) {
-    const F v = rounded<T>(activation<kGate>(load(x + i))) * load(up + i);
-    if (kStream) {
-      stream(out + i, v);
-    } else {
-      store(out + i, v);
-    }
+  for (; i + 2 * W <= cols; i += 2 * W) {
+    const Two v = load_two<T>(x + i), u = load_two<T>(up + i);
+    write_two<kStream>(
+        out + i, {rounded<T>(activation<kGate>(v.a)) * u.a, rounded<T>(activation<kGate>(v.b)) * u.b});
   }
-  if (i < cols) {
-    const int64_t count = cols - i;
+  for (; i < cols; i += W) {
+    const int64_t count = cols - i < W ? cols - i : W;
     store(out + i, rounded<T>(activation<kGate>(load(x + i, count))) * load(up + i, count), count);
   }
 }
@@ -223,11 +237,15 @@ static void gated(const GateArgs& a, int64_t begin, int64_t end) {
 
 constexpr int64_t kRotaryBlock = 256;  // cos and sin pairs that are widened at a time, on the stack
 
-template <typename T>
-static void widen_row(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, load(from + i));
-  if (i < count) store(to + i, load(from + i, count - i), count - i);
+// A row of the cache as float32, fit for results that are rounded to T.
+template <typename T, typename CT>
+static void widen_row(const CT* from, float* to, int64_t count) {
+  constexpr bool kMixed = __is_same(T, bf16) && __is_same(CT, float);
+  for (int64_t i = 0; i < count; i += W) {
+    const int64_t n = count - i < W ? count - i : W;
+    const F v = load(from + i, n);
+    store(to + i, kMixed ? plain_nan(v) : v, n);
+  }
 }
 
 // Halves apart: (a, b) -> (a cos - b sin, b cos + a sin). No fused multiply-add: native rounds each product.
@@ -272,8 +290,8 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
     const CT* cache = (const CT*)a.cache + a.positions[token % a.position_count] * a.cache_stride;
     for (int64_t block = 0; block < pairs; block += kRotaryBlock) {
       const int64_t count = pairs - block < kRotaryBlock ? pairs - block : kRotaryBlock;
-      widen_row(cache + block, cos, count);
-      widen_row(cache + pairs + block, sin, count);
+      widen_row<T>(cache + block, cos, count);
+      widen_row<T>(cache + pairs + block, sin, count);
       if (!a.neox) {
         for (int64_t i = 0; i < count; ++i) {
           paired_cos[2 * i] = paired_cos[2 * i + 1] = cos[i];

@@ -91,17 +91,20 @@ IRF_INLINE H narrow(U u) {
 #endif
 }
 
-// The bfloat16 nearest to v, still as a float. A NaN stays one: adding the rounding bias could carry it into a zero.
-IRF_INLINE U round_bf16_bits(F v) {
+// v with its bits rounded so that the upper 16 are the nearest bfloat16; the lower 16 are left over. The rounding bias
+// would carry a NaN with all bits set into a zero, but none gets here: a NaN comes out of a 16-bit input, or is the
+// processor's own, and then its low bits are zero; float32 inputs of such kernels pass through plain_nan().
+IRF_INLINE U rounded_upper(F v) {
   const U u = bits_of(v);
-  const U rounded = (u + (((u >> 16) & 1u) + 0x7fffu)) & 0xffff0000u;
 #if IRF_WIDTH == 16
-  const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
-  return (U)_mm512_mask_mov_epi32((__m512i)rounded, nan, _mm512_set1_epi32(0x7fc00000));
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)u, _mm512_set1_epi32(0x10000));
+  return u + (U)_mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
 #else
-  return choose((I)(v == v), rounded, splat_bits(0x7fc00000u));
+  return u + (((u >> 16) & 1u) + 0x7fffu);
 #endif
 }
+
+IRF_INLINE F plain_nan(F v) { return choose((I)(v == v), v, from_bits(splat_bits(0x7fc00000u))); }
 
 IRF_INLINE F half_to_float(H h) {
 #if IRF_WIDTH == 16
@@ -153,7 +156,7 @@ IRF_INLINE F load(const f16* p) { return half_to_float(load_16(p)); }
 
 IRF_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
 IRF_INLINE void store(bf16* p, F v) {
-  const H h = narrow(round_bf16_bits(v) >> 16);
+  const H h = narrow(rounded_upper(v) >> 16);
   __builtin_memcpy(p, &h, sizeof h);
 }
 IRF_INLINE void store(f16* p, F v) {
@@ -172,7 +175,7 @@ IRF_INLINE F load(const f16* p, int64_t count) {
 }
 IRF_INLINE void store(float* p, F v, int64_t count) { _mm512_mask_storeu_ps(p, first(count), (__m512)v); }
 IRF_INLINE void store(bf16* p, F v, int64_t count) {
-  _mm256_mask_storeu_epi16(p, first(count), (__m256i)narrow(round_bf16_bits(v) >> 16));
+  _mm256_mask_storeu_epi16(p, first(count), (__m256i)narrow(rounded_upper(v) >> 16));
 }
 IRF_INLINE void store(f16* p, F v, int64_t count) {
   _mm256_mask_storeu_epi16(p, first(count), (__m256i)float_to_half(v));
@@ -192,26 +195,77 @@ IRF_INLINE void store(T* p, F v, int64_t count) {
 }
 #endif
 
-// Streaming stores: `p` must be aligned to the bytes written. finish_stream() orders them before later stores.
-#if IRF_WIDTH == 16
-constexpr bool kCanStream = true;
-IRF_INLINE void stream(float* p, F v) { _mm512_stream_ps(p, (__m512)v); }
-IRF_INLINE void stream(bf16* p, F v) {
-  _mm256_stream_si256((__m256i*)p, (__m256i)narrow(round_bf16_bits(v) >> 16));
+// ---- two vectors at a time ---------------------------------------------------------------------------------------
+
+// 2 * W neighbours. For bfloat16 they are split into even and odd elements, which costs one operation each way and no
+// narrowing; for the other types into a first and a second vector. Elementwise work does not care, as long as all its
+// operands are split alike: `As` is the type that decides.
+struct Two {
+  F a, b;
+};
+
+template <typename As>
+IRF_INLINE Two load_two(const bf16* p) {
+  static_assert(__is_same(As, bf16));
+  U u;
+  __builtin_memcpy(&u, p, sizeof u);
+  return {from_bits(u << 16), from_bits(u & 0xffff0000u)};
 }
-IRF_INLINE void stream(f16* p, F v) { _mm256_stream_si256((__m256i*)p, (__m256i)float_to_half(v)); }
-IRF_INLINE void finish_stream() { _mm_sfence(); }
+template <typename As>
+IRF_INLINE Two load_two(const f16* p) {
+  static_assert(__is_same(As, f16));
+  return {load(p), load(p + W)};
+}
+template <typename As>
+IRF_INLINE Two load_two(const float* p) {
+  const F first = load(p), second = load(p + W);
+  if (!__is_same(As, bf16)) return {first, second};
+#if IRF_WIDTH == 16
+  return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+          __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
 #elif IRF_WIDTH == 8
+  return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14),
+          __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15)};
+#else
+  return {__builtin_shufflevector(first, second, 0, 2, 4, 6), __builtin_shufflevector(first, second, 1, 3, 5, 7)};
+#endif
+}
+
+// The 2 * W bfloat16 of an even and an odd half.
+IRF_INLINE U joined(Two v) { return (rounded_upper(v.a) >> 16) | (rounded_upper(v.b) & 0xffff0000u); }
+
+IRF_INLINE void store_two(float* p, Two v) { store(p, v.a), store(p + W, v.b); }
+IRF_INLINE void store_two(f16* p, Two v) { store(p, v.a), store(p + W, v.b); }
+IRF_INLINE void store_two(bf16* p, Two v) {
+  const U u = joined(v);
+  __builtin_memcpy(p, &u, sizeof u);
+}
+
+// Streaming stores write around the caches. `p` must be aligned to the bytes of one vector of what it points to (two of
+// a 16-bit type); finish_stream() orders them before later stores.
+#if IRF_WIDTH >= 8
 constexpr bool kCanStream = true;
-IRF_INLINE void stream(float* p, F v) { _mm256_stream_ps(p, (__m256)v); }
-IRF_INLINE void stream(bf16* p, F v) { _mm_stream_si128((__m128i*)p, (__m128i)narrow(round_bf16_bits(v) >> 16)); }
-IRF_INLINE void stream(f16* p, F v) { _mm_stream_si128((__m128i*)p, (__m128i)float_to_half(v)); }
+IRF_INLINE void stream_bits(void* p, U u) {
+#if IRF_WIDTH == 16
+  _mm512_stream_si512((__m512i*)p, (__m512i)u);
+#else
+  _mm256_stream_si256((__m256i*)p, (__m256i)u);
+#endif
+}
+IRF_INLINE void stream_two(float* p, Two v) { stream_bits(p, bits_of(v.a)), stream_bits(p + W, bits_of(v.b)); }
+IRF_INLINE void stream_two(bf16* p, Two v) { stream_bits(p, joined(v)); }
+IRF_INLINE void stream_two(f16* p, Two v) {
+  const H halves[2] = {float_to_half(v.a), float_to_half(v.b)};
+  U u;
+  __builtin_memcpy(&u, halves, sizeof u);
+  stream_bits(p, u);
+}
 IRF_INLINE void finish_stream() { _mm_sfence(); }
 #else
 constexpr bool kCanStream = false;
 template <typename T>
-IRF_INLINE void stream(T* p, F v) {
-  store(p, v);
+IRF_INLINE void stream_two(T* p, Two v) {
+  store_two(p, v);
 }
 IRF_INLINE void finish_stream() {}
 #endif
@@ -219,7 +273,7 @@ IRF_INLINE void finish_stream() {}
 // The value that a tensor of type T would hold, as a float.
 template <typename T>
 IRF_INLINE F rounded(F v) {
-  if (__is_same(T, bf16)) return from_bits(round_bf16_bits(v));
+  if (__is_same(T, bf16)) return from_bits(rounded_upper(v) & 0xffff0000u);
   if (__is_same(T, f16)) return half_to_float(float_to_half(v));
   return v;
 }

@@ -1,4 +1,4 @@
-"""Prints the directory of the installed torch for CMake. Imports nothing of it, so it also works under another Python."""
+"""Prints the directory of the installed torch for CMake, without importing it."""
 
 import importlib.util
 import os

@@ -47,7 +47,7 @@ def exact_gated(x: Tensor, name: str) -> Tensor:
 def exact_rotary(
     positions: Tensor, x: Tensor, cache: Tensor, head_size: int, is_neox: bool, dtype: torch.dtype
 ) -> Tensor:
-    """In `dtype` arithmetic, not rounded back; x is [..., tokens, heads * head_size] or [..., tokens, heads, head_size]."""
+    """In `dtype` arithmetic, not rounded back; x has its heads apart ([..., heads, head_size]) or merged."""
     rows = cache[positions].to(dtype)
     cos, sin = (part.unsqueeze(-2) for part in rows.chunk(2, dim=-1))
     apart = x.shape[-1] == head_size and x.shape[:-2][-positions.dim() :] == positions.shape

@@ -40,7 +40,7 @@ def load_cpu_kernels() -> str:
     except OSError as error:
         raise KernelsNotLoaded(
             f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
-            f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this Python environment"
+            f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this environment"
         ) from error
     _register_fakes()
     return spec.origin

@@ -1,0 +1,228 @@
+"""How fast the CPU kernels of irframework-vllm-c are, as ratios to what torch offers, measured in one process.
+
+Run `python benchmarks/kernels_cpu.py` (a few minutes), `--quick` for a look, `--json` for machines, `--op` for others
+than rms_norm. Each line is one shape, dtype and number of threads:
+
+    ours        median time of one call of the kernel through its torch op, in microseconds
+    op          the same for torch's own function (F.rms_norm; F.silu or F.gelu and a product)
+    native      the same for the op's definition, run eagerly
+    inductor    the same for the definition under torch.compile, called as a user calls it
+    best/ours   the fastest of the three divided by ours: the median over rounds, and its spread (quartiles). The goal
+                is at least 0.95 everywhere
+    op/ours     torch's own function divided by ours. The goal for bfloat16 is at least 3 from 64 rows on
+
+All contestants of a line take turns within each round, in an order that rotates, so that noise of the machine meets all
+of them; a ratio is taken within a round. The allocator is told to keep large blocks (MALLOC_MMAP_THRESHOLD_): page
+faults of fresh memory would otherwise cost more than any kernel here.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(1 << 28)}
+
+if __name__ == "__main__" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    # glibc reads these before main(), so only a new process sees them.
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
+
+import torch
+import torch.nn.functional as F
+from irframework_vllm_c import library
+from torch import Tensor
+
+ROWS = (1, 64, 1024, 4096)
+WIDTHS = (576, 4096, 8192)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EPSILON = 1e-6
+CONTESTANTS = ("ours", "op", "native", "inductor")
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of the table; times in microseconds, ratios as (lower quartile, median, upper quartile)."""
+
+    op: str
+    threads: int
+    dtype: str
+    rows: int
+    width: int
+    times: dict[str, float]
+    best_to_ours: tuple[float, float, float]
+    op_to_ours: tuple[float, float, float]
+
+
+def native_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    hidden = x.float()
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPSILON)
+    return (hidden.to(weight.dtype) * weight).to(x.dtype)
+
+
+def native_fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return native_rms_norm(total, weight), total
+
+
+def native_silu_and_mul(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def native_gelu_and_mul(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.gelu(x[..., :half]) * x[..., half:]
+
+
+def calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[str, Call]) -> dict[str, Call]:
+    """What takes part for one shape: a call without arguments by contestant."""
+    kernels = torch.ops.irframework_vllm_c
+    x = torch.randn(rows, width).to(dtype)
+    weight = torch.randn(width).to(dtype)
+    if op == "rms_norm":
+        return {
+            "ours": lambda: kernels.rms_norm.default(x, weight, EPSILON),
+            "op": lambda: F.rms_norm(x, (width,), weight, EPSILON),
+            "native": lambda: native_rms_norm(x, weight),
+            "inductor": lambda: compiled[op](x, weight),
+        }
+    if op == "fused_add_rms_norm":
+        # In place on zeros with a weight of ones: the values stay bounded however often it runs.
+        residual, ones = torch.zeros_like(x), torch.ones_like(weight)
+        target = torch.zeros_like(x)
+        return {
+            "ours": lambda: kernels.fused_add_rms_norm.default(target, residual, ones, EPSILON),
+            "op": lambda: F.rms_norm(x + residual, (width,), weight, EPSILON),
+            "native": lambda: native_fused_add_rms_norm(x, residual, weight),
+            "inductor": lambda: compiled[op](x, residual, weight),
+        }
+    wide = torch.randn(rows, 2 * width).to(dtype)
+    native = {"silu_and_mul": native_silu_and_mul, "gelu_and_mul": native_gelu_and_mul}[op]
+    ours = {
+        "silu_and_mul": lambda: kernels.silu_and_mul.default(wide),
+        "gelu_and_mul": lambda: kernels.gelu_and_mul.default(wide, False),
+    }[op]
+    return {"ours": ours, "op": lambda: native(wide), "native": lambda: native(wide), "inductor": lambda: compiled[op](wide)}
+
+
+def seconds_per_call(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def measure(calls: dict[str, Call], rounds: int, round_seconds: float) -> dict[str, list[float]]:
+    """Seconds per call in each round, by contestant; the contestants take turns and the order rotates."""
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        repeats[name] = max(1, int(round_seconds / max(seconds_per_call(call, 2), 1e-7)))
+    names = list(calls)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            times[name].append(seconds_per_call(calls[name], repeats[name]))
+    return times
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def lines(args: argparse.Namespace) -> list[Line]:
+    """Measures everything that was asked for, printing each line when it is known."""
+    compiled = {
+        "rms_norm": native_rms_norm,
+        "fused_add_rms_norm": native_fused_add_rms_norm,
+        "silu_and_mul": native_silu_and_mul,
+        "gelu_and_mul": native_gelu_and_mul,
+    }
+    found = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        for dtype in args.dtype:
+            for rows in args.rows:
+                for width in args.width:
+                    # One artefact per shape and number of threads: what Inductor does best.
+                    torch._dynamo.reset()
+                    artefacts = {args.op: torch.compile(compiled[args.op], dynamic=False)}
+                    times = measure(calls_of(args.op, rows, width, DTYPES[dtype], artefacts), args.rounds, args.seconds)
+                    best = [min(others) for others in zip(*(times[n] for n in CONTESTANTS[1:]), strict=True)]
+                    line = Line(
+                        args.op,
+                        threads,
+                        dtype,
+                        rows,
+                        width,
+                        {name: statistics.median(values) * 1e6 for name, values in times.items()},
+                        quartiles([b / ours for b, ours in zip(best, times["ours"], strict=True)]),
+                        quartiles([o / ours for o, ours in zip(times["op"], times["ours"], strict=True)]),
+                    )
+                    found.append(line)
+                    if not args.json:
+                        print(text_of(line), flush=True)
+    return found
+
+
+def text_of(line: Line) -> str:
+    def ratio(values: tuple[float, float, float]) -> str:
+        return f"{values[1]:6.2f} ({values[0]:.2f}-{values[2]:.2f})"
+
+    times = " ".join(f"{line.times[name]:10.1f}" for name in CONTESTANTS)
+    shape = f"{line.rows:>5} x {line.width:<5}"
+    return f"{line.threads:>7} {line.dtype:>9} {shape} {times}   {ratio(line.best_to_ours):<22} {ratio(line.op_to_ours)}"
+
+
+def misses(found: list[Line]) -> list[str]:
+    """The lines that miss a goal, in words."""
+    slow = [
+        f"{x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}: best/ours is {x.best_to_ours[1]:.2f}, goal 0.95"
+        for x in found
+        if x.best_to_ours[1] < 0.95
+    ]
+    near = [
+        f"{x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}: op/ours is {x.op_to_ours[1]:.2f}, goal 3"
+        for x in found
+        if x.op == "rms_norm" and x.dtype == "bfloat16" and x.rows >= 64 and x.op_to_ours[1] < 3
+    ]
+    return slow + near
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ops = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")
+    parser.add_argument("--op", choices=ops, default="rms_norm")
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per line")
+    parser.add_argument("--seconds", type=float, default=0.01, help="seconds per contestant and round, at least one call")
+    parser.add_argument("--quick", action="store_true", help="rows 64 and 1024, width 4096, 5 rounds")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    args = parser.parse_args()
+    if args.quick:
+        args.rows, args.width, args.rounds = (64, 1024), (4096,), 5
+    isa = library.instruction_set()
+    if not args.json:
+        print(f"{args.op}, torch {torch.__version__}, kernels for {isa}, times in us")
+        print(f"threads     dtype  rows x width {' '.join(f'{n:>10}' for n in CONTESTANTS)}   best/ours{'':<14}op/ours")
+    with torch.inference_mode():
+        found = lines(args)
+    if args.json:
+        report = {"torch": torch.__version__, "isa": isa, "lines": [asdict(x) for x in found], "misses": misses(found)}
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(misses(found)) or "All goals met.")
+
+
+if __name__ == "__main__":
+    main()
