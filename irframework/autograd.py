@@ -1,0 +1,125 @@
+"""Gradients of ops.
+
+Owns the backward of every op: the vjp of native, recomputed from the saved inputs, or the registered one. A call that
+needs gradients never overwrites its inputs. Does not run forwards.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+
+def register(op: "IrOp", library: Library) -> None:
+    """Make the op's default overload differentiable."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        flat: list[Tensor] = []
+        layout: list[Any] = []
+        for value in inputs:
+            if isinstance(value, Tensor):
+                layout.append(len(flat))
+                flat.append(value)
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+                layout.append(range(len(flat), len(flat) + len(value)))
+                flat.extend(value)
+            else:
+                layout.append(None)
+        ctx.save_for_backward(*flat)
+        ctx.layout = layout
+        ctx.constants = [value if place is None else None for place, value in zip(layout, inputs, strict=True)]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = list(ctx.saved_tensors)
+        wanted = _wanted(ctx)
+        if op.backward is not None:
+            args = _rebuild(ctx, saved)
+            return _spread(ctx, list(op.backward(grads, *args)), registered=True)
+        gradients = vjp_of_native(op, ctx, saved, grads, wanted)
+        return _spread(ctx, gradients, registered=False)
+
+    torch.library.register_autograd(f"irframework::{op.name}", backward, setup_context=setup_context, lib=library)
+
+
+def register_maybe_inplace(op: "IrOp", library: Library) -> None:
+    """Send a `maybe_inplace` call that needs gradients to the default overload: it overwrites nothing."""
+    overload = op.maybe_inplace.torch_op
+    default = op.torch_op
+
+    def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        values = op.bind(args, kwargs)
+        if torch.is_grad_enabled() and any(_needs_grad(value) for value in values):
+            return default(*values)
+        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+
+    library.impl(f"{op.name}.maybe_inplace", autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _needs_grad(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    return isinstance(value, (list, tuple)) and any(_needs_grad(item) for item in value)
+
+
+def _wanted(ctx: Any) -> list[bool]:
+    """Which of the saved tensors need a gradient, in their order."""
+    wanted: list[bool] = []
+    for place, needs in zip(ctx.layout, ctx.needs_input_grad, strict=True):
+        if isinstance(place, range):
+            wanted.extend([needs] * len(place) if isinstance(needs, bool) else list(needs))
+        elif place is not None:
+            wanted.append(bool(needs))
+    return wanted
+
+
+def _rebuild(ctx: Any, tensors: list[Any]) -> list[Any]:
+    args: list[Any] = []
+    for place, constant in zip(ctx.layout, ctx.constants, strict=True):
+        if isinstance(place, range):
+            args.append([tensors[i] for i in place])
+        else:
+            args.append(constant if place is None else tensors[place])
+    return args
+
+
+def _spread(ctx: Any, gradients: list[Any], registered: bool) -> Any:
+    """Put gradients of the tensors at the places of the op's parameters; the others get None."""
+    result: list[Any] = []
+    rest = iter(gradients)
+    for place in ctx.layout:
+        if place is None:
+            result.append(None)
+        elif isinstance(place, range):
+            result.append(next(rest) if registered else [next(rest) for _ in place])
+        else:
+            result.append(next(rest))
+    return result[0] if len(result) == 1 else tuple(result)
+
+
+def vjp_of_native(op: "IrOp", ctx: Any, saved: list[Tensor], grads: tuple[Any, ...], wanted: list[bool]) -> list[Any]:
+    """Run native again on the saved inputs and pull the gradients back through it.
+
+    Each input becomes a tensor of its own first, so that one input computed from another is not counted twice. When
+    the gradients are themselves differentiated, the inputs stay connected to their history.
+    """
+    second_order = torch.is_grad_enabled()
+    with torch.enable_grad():
+        own = [
+            tensor.view_as(tensor) if second_order and tensor.requires_grad else tensor.detach().requires_grad_(need)
+            for tensor, need in zip(saved, wanted, strict=True)
+        ]
+        outputs = op.native(*_rebuild(ctx, own))
+    flat = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    pairs = [(o, g) for o, g in zip(flat, grads, strict=True) if g is not None and o.requires_grad]
+    targets = [tensor for tensor, need in zip(own, wanted, strict=True) if need]
+    if not pairs or not targets:
+        return [None] * len(saved)
+    found = torch.autograd.grad(
+        [o for o, _ in pairs], targets, [g for _, g in pairs], create_graph=second_order, allow_unused=True
+    )
+    rest = iter(found)
+    return [next(rest) if need else None for need in wanted]

@@ -1,0 +1,346 @@
+"""The generated functions of an op: its `__call__`, its argument binder and its predicates.
+
+A call must be nearly free, so for each op one small Python function is generated with the op's exact signature: it
+checks what could make the plain path wrong, asks only the candidates that are statically possible, in order, with
+declared conditions inlined, and calls the chosen function directly. It is made at the first call after a change and
+kept per set of context priorities. Whatever is unusual (tracing, subclasses, gradients, other devices, mistakes) goes
+to `dispatch.unusual`.
+
+Owns the text of the generated functions. What they must do is defined by `dispatch.resolve`: both read the same
+candidate lists and the same condition expressions.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._C._len_torch_dispatch_stack`, and Dynamo's attribute
+`_torchdynamo_inline`, which makes it trace one function in place of another, so that swapping `__call__` for a new
+priority does not make compiled code recompile.
+"""
+
+import inspect
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from irframework.decision import Rejected
+
+if TYPE_CHECKING:
+    from irframework.impl import IrOpImpl
+    from irframework.op import IrOp
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """An op's parameters as source text: `x, weight, epsilon=_d0` and `x, weight, epsilon=epsilon`."""
+
+    declared: str
+    passed: str
+    defaults: dict[str, Any]
+
+
+def parameters_of(signature: inspect.Signature) -> Parameters:
+    """Return an op's parameters as source text; defaults are given by name, since they may be any object."""
+    declared: list[str] = []
+    passed: list[str] = []
+    defaults: dict[str, Any] = {}
+    keyword_only = False
+    for index, parameter in enumerate(signature.parameters.values()):
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            declared.append("*")
+        text = parameter.name
+        if parameter.default is not inspect.Parameter.empty:
+            defaults[f"_d{index}"] = parameter.default
+            text += f"=_d{index}"
+        declared.append(text)
+        passed.append(f"{parameter.name}={parameter.name}" if keyword_only else parameter.name)
+    return Parameters(", ".join(declared), ", ".join(passed), defaults)
+
+
+def _compile(name: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """Execute the text of one function and return it. The text is kept for tracebacks and debuggers."""
+    filename = f"<irframework {name} {abs(hash(source)):x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    scope = dict(names)
+    exec(compile(source, filename, "exec"), scope)
+    function: Callable[..., Any] = scope[name]
+    return function
+
+
+def make_bind(op: "IrOp") -> Callable[..., tuple[Any, ...]]:
+    """Return a function with the op's signature that returns its arguments as a tuple."""
+    names = "".join(f"{name}, " for name in op.signature.parameters)
+    return _compile("bind", f"def bind({op.parameters.declared}):\n    return ({names})\n", op.parameters.defaults)
+
+
+def class_of(base: type[Any]) -> type[Any]:
+    """Return a new subclass of `base` for one op, whose `__call__` is replaced by generated ones."""
+    return type(base.__name__, (base,), {"__module__": base.__module__})
+
+
+def reset(op: "IrOp") -> None:
+    """Forget the generated dispatchers of an op; each is made anew at its next call."""
+    for form, donated in ((op, False), (op.maybe_inplace, True)):
+        if form.torch_op is not None:
+            if form.first_call is None:
+                form.first_call = _first_call(op, form, donated)
+            form.generated = {}
+            type(form).__call__ = form.first_call
+
+
+def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
+    """Return the `__call__` that is in place while no dispatcher was generated."""
+    from irframework.dispatch import other_context
+
+    names = "".join(f"{name}, " for name in op.signature.parameters)
+    source = f"def __call__({_with_self(op)}):\n    return other_context(op, donated, ({names}))\n"
+    scope = {**op.parameters.defaults, "other_context": other_context, "op": op, "donated": donated}
+    function = _compile("__call__", source, scope)
+    function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
+    return function
+
+
+def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
+    """Return what Dynamo traces instead of any generated `__call__`: the torch op, as one opaque node."""
+    if form.traced_call is None:
+        source = f"def traced_call({_with_self(op)}):\n    return torch_op({op.parameters.passed})\n"
+        form.traced_call = _compile("traced_call", source, {**op.parameters.defaults, "torch_op": form.torch_op})
+    traced: Callable[..., Any] = form.traced_call
+    return traced
+
+
+def _with_self(op: "IrOp") -> str:
+    return f"self, {op.parameters.declared}" if op.parameters.declared else "self"
+
+
+def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, list["IrOpImpl"]]]) -> None:
+    """Generate a dispatcher and put it in place.
+
+    Args:
+        op: The op.
+        donated: Whether it is for `maybe_inplace`.
+        context: The context priorities that it is for; it hands calls under other ones to `other_context`.
+        branches: Per device type the implementations that may be chosen, best first; the last accepts everything.
+    """
+    from irframework import dispatch
+
+    form = op.maybe_inplace if donated else op
+    writer = _Writer(op, donated)
+    source = writer.dispatcher(branches)
+    scope = {
+        **writer.scope,
+        **op.parameters.defaults,
+        "CONTEXT": context,
+        "op": op,
+        "current_context": dispatch.current_context,
+        "other_context": dispatch.other_context,
+        "unusual": dispatch.unusual,
+        "own_outputs": dispatch.own_outputs,
+        "predicate_raised": dispatch.predicate_raised,
+        "modes_active": torch._C._len_torch_dispatch_stack,
+        "shares_storage": torch._C._is_alias_of,
+        "grad_enabled": torch.is_grad_enabled,
+        "contiguous_format": torch.contiguous_format,
+        "Tensor": Tensor,
+        "Parameter": Parameter,
+        "Rejected": Rejected,
+        "torch": torch,
+    }
+    function = _compile("__call__", source, scope)
+    function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
+    form.generated[context] = function
+    type(form).__call__ = function
+
+
+_NUMBER_TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str"}
+
+
+class _Writer:
+    """Writes the text of one dispatcher, and collects the objects that it refers to."""
+
+    def __init__(self, op: "IrOp", donated: bool) -> None:
+        self.op = op
+        self.donated = donated
+        self.scope: dict[str, Any] = {}
+        self.optional = {
+            name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *_NUMBER_TYPES)
+        }
+
+    def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
+        names = "".join(f"{name}, " for name in self.op.signature.parameters)
+        lines = [f"def __call__({_with_self(self.op)}):", "    if current_context() is CONTEXT:"]
+        plain = self._plain_arguments()
+        if plain is not None:
+            lines.append(f"        if {plain}:")
+            for index, (device, impls) in enumerate(branches):
+                lines.append(f"            {'el' if index else ''}if {self._on_device(device)}:")
+                for impl in impls:
+                    lines.extend(self._candidate(impl))
+        lines.append(f"        return unusual(op, {self.donated}, ({names}))")
+        lines.append(f"    return other_context(op, {self.donated}, ({names}))")
+        return "\n".join(lines) + "\n"
+
+    def _plain_arguments(self) -> str | None:
+        """Expression that is true when the plain path is right for the arguments; None when it never is."""
+        if not self.op.tensors or set(self.op.signature.parameters) - set(self.op.tensors) - self._numbers():
+            return None
+        tests = ["not modes_active()"]
+        for name in self.op.tensors:
+            # Weights are usually Parameters and activations are not: ask for the likelier class first. A Parameter
+            # is never overwritten, so it is no plain activation of a donating call.
+            if self.donated and name in self.op.activations:
+                test = f"{name}.__class__ is Tensor"
+            else:
+                first, second = ("Tensor", "Parameter") if name in self.op.activations else ("Parameter", "Tensor")
+                test = f"({name}.__class__ is {first} or {name}.__class__ is {second})"
+            tests.append(self._unless_none(name, test))
+        for name, parameter in self.op.signature.parameters.items():
+            if name not in self.op.tensors:
+                test = f"{name}.__class__ is {_number_name(parameter.annotation)}"
+                tests.append(self._unless_none(name, test))
+        needs_grad = " or ".join(
+            f"({name} is not None and {name}.requires_grad)" if name in self.optional else f"{name}.requires_grad"
+            for name in self.op.tensors
+        )
+        tests.append(f"not (grad_enabled() and ({needs_grad}))")
+        return " and ".join(tests)
+
+    def _numbers(self) -> set[str]:
+        return {name for name, p in self.op.signature.parameters.items() if _number_name(p.annotation) is not None}
+
+    def _unless_none(self, name: str, test: str) -> str:
+        return f"({name} is None or {test})" if name in self.optional else test
+
+    def _on_device(self, device: str) -> str:
+        tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]
+        required = [name for name in self.op.tensors if name not in self.optional]
+        if device not in ("cpu", "meta") and torch.accelerator.device_count() > 1:
+            first = required[0] if required else None
+            for name in self.op.tensors:
+                if first is not None and name != first:
+                    tests.append(self._unless_none(name, f"{name}.get_device() == {first}.get_device()"))
+        return " and ".join(tests)
+
+    def _candidate(self, impl: "IrOpImpl") -> list[str]:
+        fn = self._name("f", impl.fn)
+        tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
+        indent = " " * 16
+        lines = []
+        if tests:
+            lines.append(f"{indent}if {' and '.join(tests)}:")
+            indent += "    "
+        if impl.predicates:
+            asked = " and ".join(f"{self._name('p', p)}({passed_to(self.op, p)})" for p in impl.predicates)
+            lines += [
+                f"{indent}try:",
+                f"{indent}    ok = {asked}",
+                f"{indent}except Exception as error:",
+                f"{indent}    ok = predicate_raised({self._name('i', impl)}, error)",
+                f"{indent}if ok is True or (ok is not False and ok.__class__ is not Rejected and ok):",
+            ]
+            indent += "    "
+        passed = passed_to(self.op, impl.fn)
+        if impl.inplace and self.donated:
+            lines.append(f"{indent}if {self._may_overwrite()}:")
+            lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
+            lines.append(f"{indent}return unusual(op, True, ({''.join(f'{n}, ' for n in self.op.signature.parameters)}))")
+            return lines
+        if impl.inplace:
+            for name in self.op.activations:
+                copy = f"{name}.clone(memory_format=contiguous_format)"
+                copy = f"None if {name} is None else {copy}" if name in self.optional else copy
+                lines.append(f"{indent}own_{name} = {copy}")
+            passed = passed_to(self.op, impl.fn, rename={name: f"own_{name}" for name in self.op.activations})
+        return lines + self._finish(indent, f"{fn}({passed})", impl, given=())
+
+    def _may_overwrite(self) -> str:
+        """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
+        tests = [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
+        seen: list[str] = []
+        for name in (*self.op.activations, *(t for t in self.op.tensors if t not in self.op.activations)):
+            for other in seen:
+                if other in self.op.activations:
+                    nones = [f"{n} is None" for n in (other, name) if n in self.optional]
+                    tests.append(f"({' or '.join([*nones, f'not shares_storage({other}, {name})'])})")
+            seen.append(name)
+        return " and ".join(tests)
+
+    def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
+        """Call the function and return its outputs if they keep the op's promises, else repair them."""
+        kept = [name for name in self.op.tensors if name not in given]
+        outputs = ["y"] if self.op.num_outputs == 1 else [f"y{i}" for i in range(self.op.num_outputs)]
+        lines = [f"{indent}result = {call}"]
+        names = "".join(f"{name}, " for name in self.op.signature.parameters)
+        repair = f"own_outputs(op, result, ({names}), {self._name('i', impl)}, {given!r})"
+        if len(outputs) == 1:
+            lines.append(f"{indent}y = result")
+            guard = ""
+        else:
+            lines.append(f"{indent}if result.__class__ is tuple and len(result) == {len(outputs)}:")
+            lines.append(f"{indent}    {', '.join(outputs)} = result")
+            guard = "    "
+        tests = [f"{y}.__class__ is Tensor and {y}.is_contiguous()" for y in outputs]
+        tests += [f"{y} is not {name}" for y in outputs for name in kept]
+        tests += [f"{a} is not {b}" for i, a in enumerate(outputs) for b in outputs[:i]]
+        lines.append(f"{indent}{guard}if {' and '.join(tests)}:")
+        lines.append(f"{indent}{guard}    return result")
+        lines.append(f"{indent}return {repair}")
+        return lines
+
+    def _name(self, kind: str, value: Any) -> str:
+        for name, known in self.scope.items():
+            if known is value and name.startswith(kind):
+                return name
+        name = f"{kind}{len(self.scope)}_"
+        self.scope[name] = value
+        return name
+
+
+def _number_name(annotation: Any) -> str | None:
+    """`float` for float and `float | None`; None for what a dispatcher does not check by class."""
+    if annotation in _NUMBER_TYPES:
+        return _NUMBER_TYPES[annotation]
+    args = [a for a in getattr(annotation, "__args__", ()) if a is not type(None)]
+    return _NUMBER_TYPES.get(args[0]) if len(args) == 1 and args[0] in _NUMBER_TYPES else None
+
+
+def _device_test(name: str, device: str) -> str:
+    return f"{name}.is_{device}" if device in ("cpu", "cuda", "xpu", "mps") else f"{name}.device.type == {device!r}"
+
+
+def missing_test(op: "IrOp", name: str) -> str:
+    """Expression that is true when a call leaves a parameter at its default."""
+    default = f"_d{list(op.signature.parameters).index(name)}"
+    return f"{name} is {default}" if name in op.tensors else f"({name} is {default} or {name} == {default})"
+
+
+def passed_to(op: "IrOp", fn: Callable[..., Any], rename: dict[str, str] | None = None) -> str:
+    """Arguments, as text, for a function that may lack the op's newest parameters."""
+    parts = []
+    known = inspect.signature(fn).parameters
+    for name, parameter in op.signature.parameters.items():
+        if name in known:
+            value = (rename or {}).get(name, name)
+            parts.append(f"{name}={value}" if parameter.kind is inspect.Parameter.KEYWORD_ONLY else value)
+    return ", ".join(parts)
+
+
+def make_failed_check(impl: "IrOpImpl") -> Callable[..., str | None]:
+    """Return a function with the op's signature that gives the reason of the first declared condition that fails."""
+    op = impl.op
+    lines = [f"def failed_check({op.parameters.declared}):"]
+    for name in impl.missing:
+        reason = f"f'it was written before the parameter {name}, which the call sets to {{{name}!r}}'"
+        lines += [f"    if not ({missing_test(op, name)}):", f"        return {reason}"]
+    for check in impl.checks:
+        lines += [f"    if not ({check.test}):", f"        return {check.reason}"]
+    lines.append("    return None")
+    return _compile("failed_check", "\n".join(lines) + "\n", {**op.parameters.defaults, "torch": torch})
+
+
+def make_apply(op: "IrOp", fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the op's signature that calls `fn` with the parameters it has."""
+    source = f"def apply({op.parameters.declared}):\n    return fn({passed_to(op, fn)})\n"
+    return _compile("apply", source, {**op.parameters.defaults, "fn": fn})

@@ -1,0 +1,175 @@
+"""What a program configures: pydantic models, `ir.configure`, and command-line arguments.
+
+Owns the shape of configurations and their validation. Does not merge them with the other layers: see `priority.py`
+and `settings.py`.
+"""
+
+import argparse
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator, model_validator
+
+from irframework.errors import ConfigError, IrError
+from irframework.priority import check_named, parse_priorities, parse_providers
+from irframework.registry import registry
+from irframework.settings import layers
+
+
+class _Model(BaseModel):
+    """A pydantic model whose mistakes are `ConfigError`s that say what to do."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines = []
+            for problem in error.errors():
+                where = ".".join(str(part) for part in problem["loc"])
+                lines.append(f"{where + ': ' if where else ''}{problem['msg'].removeprefix('Value error, ')}")
+            raise ConfigError(f"{type(self).__name__}: " + "; ".join(lines)) from error
+
+
+class IrOpPriorityConfig(_Model):
+    """Priorities by op: `IrOpPriorityConfig(rms_norm=["a", "b"])`; lists or comma strings, any registered op.
+
+    Raises:
+        ConfigError: A list cannot be read or names a provider twice.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_lists(cls, values: Any) -> Any:
+        return {op: list(parse_providers(providers, op)) for op, providers in dict(values).items()}
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Return the lists by op."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class KernelConfig(_Model):
+    """Which kernels a program uses.
+
+    Attributes:
+        ir_op_priority: Providers to put in front, by op. A mapping, an `IrOpPriorityConfig`, or a string
+            `rms_norm=a,b;silu_and_mul=c`.
+        fusion: Whether compiled graphs may be rewritten to use fused ops.
+        autotune: Whether providers may measure to choose between their kernels.
+        strict: Whether a plugin that fails raises instead of being quarantined.
+        batch_invariant: Only implementations that are declared batch invariant may be chosen, or native.
+
+    Raises:
+        ConfigError: A value cannot be read, or an op or provider does not exist.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ir_op_priority: dict[str, list[str]] = {}
+    fusion: bool = True
+    autotune: bool = False
+    strict: bool = False
+    batch_invariant: bool = False
+    _from_cli: bool = PrivateAttr(default=False)
+
+    @field_validator("ir_op_priority", mode="before")
+    @classmethod
+    def _read_priorities(cls, value: Any) -> Any:
+        if isinstance(value, IrOpPriorityConfig):
+            value = value.as_dict()
+        if not isinstance(value, (str, dict)):
+            raise ConfigError(f"expected a mapping from op to providers, got {value!r}.")
+        lists = parse_priorities(value, "ir_op_priority")
+        check_named(lists, "config")
+        return {op: list(providers) for op, providers in lists.items()}
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> "KernelConfig":
+        """Read the arguments that `ir.add_cli_args` added.
+
+        Raises:
+            ConfigError: A value cannot be read, or an op or provider does not exist.
+        """
+        given = vars(namespace)
+        lists: dict[str, Any] = dict(parse_priorities(given.get("ir_op_priority") or "", "--ir-op-priority"))
+        for key, value in given.items():
+            if key.startswith("ir_op_priority.") and value is not None:
+                lists[key.partition(".")[2]] = value
+        switches = {
+            name: given[f"ir_{name}"]
+            for name in ("fusion", "autotune", "strict", "batch_invariant")
+            if given.get(f"ir_{name}") is not None
+        }
+        config = cls(ir_op_priority=lists, **switches)
+        config._from_cli = True
+        return config
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add `--ir-op-priority.<op>=a,b` for every op, `--ir-op-priority`, and the switches to any program's parser."""
+    from irframework.op import all_ops
+
+    group = parser.add_argument_group("irframework")
+    group.add_argument(
+        "--ir-op-priority",
+        metavar="OP=PROVIDER,...;...",
+        help="providers to put in front, for several ops",
+    )
+    for name in all_ops():
+        group.add_argument(
+            f"--ir-op-priority.{name}",
+            dest=f"ir_op_priority.{name}",
+            metavar="PROVIDER,...",
+            help=argparse.SUPPRESS,
+        )
+    for name, what in (
+        ("fusion", "rewrite compiled graphs to use fused ops"),
+        ("batch_invariant", "use batch-invariant implementations only"),
+        ("strict", "fail when a plugin fails"),
+    ):
+        flag = f"--ir-{name.replace('_', '-')}"
+        group.add_argument(flag, dest=f"ir_{name}", action=argparse.BooleanOptionalAction, help=what)
+
+
+def configure(config: KernelConfig) -> None:
+    """Make a configuration current, for the whole process. `configure(KernelConfig())` takes the last one back.
+
+    A configuration that was read from the command line takes the command line's place, below one made in code.
+
+    Raises:
+        ConfigError: `config` is not a `KernelConfig`.
+    """
+    from irframework.platform import current_platform
+
+    if not isinstance(config, KernelConfig):
+        raise ConfigError(f"ir.configure expects an ir.KernelConfig, got {type(config).__name__} ({config!r:.80}).")
+    from_cli = config._from_cli
+    try:
+        config = current_platform().check_and_update_config(config)
+    except IrError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"The platform {current_platform().name!r} refused the configuration: {error}") from error
+    if from_cli:
+        layers.cli = config
+    else:
+        layers.config = config
+    registry.changed()
+
+
+def current_config() -> KernelConfig:
+    """Return the configuration in force: `configure` above the command line above the environment."""
+    from irframework.settings import effective
+
+    lists: dict[str, list[str]] = {}
+    for layer in (layers.cli, layers.config):
+        if layer is not None:
+            lists.update(layer.ir_op_priority)
+    autotune = any(layer is not None and layer.autotune for layer in (layers.config, layers.cli))
+    return KernelConfig(
+        ir_op_priority=lists,
+        fusion=effective("fusion"),
+        autotune=autotune,
+        strict=effective("strict"),
+        batch_invariant=effective("batch_invariant"),
+    )

@@ -1,0 +1,217 @@
+"""One provider's implementation of one op.
+
+Owns `IrOpImpl`, the check of its signature against the op's, and the lazy evaluation of `supported`. Does not choose
+between implementations: see `dispatch.py`.
+"""
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from irframework import codegen, symbolic
+from irframework.conditions import Check, Predicate, Supports
+from irframework.decision import Rejected
+from irframework.digest import digest_of
+from irframework.errors import SignatureError
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class IrOpImpl:
+    """An implementation; calling it calls the provider's function itself.
+
+    Attributes:
+        op: The op.
+        provider: The name it was registered under.
+        fn: The provider's function.
+        inplace: Whether it may overwrite the op's activations.
+        device_types: Device types it runs on; None means any that holds data.
+        batch_invariant: Whether a row's result does not depend on the other rows.
+        plugin: The plugin that registered it, or None.
+        source: `file:line` of the function.
+    """
+
+    op: "IrOp"
+    provider: str
+    fn: Callable[..., Any]
+    inplace: bool = False
+    device_types: tuple[str, ...] | None = None
+    batch_invariant: bool = False
+    plugin: str | None = None
+    source: str = ""
+    checks: tuple[Check, ...] = ()
+    predicates: tuple[Predicate, ...] = ()
+    missing: tuple[str, ...] = ()
+    _supported: bool | Callable[[], bool | Rejected] = True
+    _reason: str | None = None
+    _digest: str | None = field(default=None, repr=False)
+    _failed_check: Callable[..., str | None] | None = field(default=None, repr=False)
+    _apply: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    @property
+    def name(self) -> str:
+        """`op:provider`, as messages show it."""
+        return f"{self.op.name}:{self.provider}"
+
+    @property
+    def described(self) -> str:
+        """Who this is, for messages: op, provider, plugin with version, and place."""
+        from irframework.plugins import version_of
+
+        by = f", plugin {self.plugin} {version_of(self.plugin)}" if self.plugin else ""
+        return f"implementation {self.provider!r} of op {self.op.name!r} ({self.source}{by})"
+
+    @property
+    def supported(self) -> bool:
+        """Whether it can run on this machine at all. Evaluated once; an exception means no."""
+        if not isinstance(self._supported, bool):
+            self._supported, self._reason = self._ask()
+        return self._supported
+
+    @property
+    def unsupported_reason(self) -> str | None:
+        """Why `supported` is false, or None."""
+        return None if self.supported else self._reason
+
+    def _ask(self) -> tuple[bool, str | None]:
+        ask = self._supported
+        assert callable(ask)  # narrowed by the caller
+        try:
+            answer = ask()
+        except Exception as error:
+            logger.debug("supported() of %s raised", self.name, exc_info=True)
+            return False, f"supported() raised {type(error).__name__}: {error}"
+        if isinstance(answer, Rejected):
+            return False, answer.reason
+        return bool(answer), None if answer else "supported() said no on this machine"
+
+    def supports_args(self, *args: Any, **kwargs: Any) -> bool | Rejected:
+        """Ask whether this implementation takes a call, given with the op's signature.
+
+        Returns:
+            True, or a `Rejected` with the reason. An exception of the provider's predicate is a rejection. Devices
+            are not looked at here: the framework checks them before it asks.
+        """
+        return self.accepts(self.op.bind(args, kwargs))
+
+    def accepts(self, args: tuple[Any, ...]) -> bool | Rejected:
+        """Like `supports_args`, for arguments in the order of the signature with defaults filled in."""
+        if self._failed_check is None:
+            self._failed_check = codegen.make_failed_check(self)
+        named = dict(zip(self.op.signature.parameters, args, strict=True))
+        reason = self._failed_check(**named)
+        if reason is not None:
+            return Rejected(reason)
+        for predicate in self.predicates:
+            known = inspect.signature(predicate).parameters
+            positional, keywords = _split(predicate, {n: v for n, v in named.items() if n in known})
+            try:
+                answer = predicate(*positional, **keywords)
+            except Exception as error:
+                if symbolic.is_guard_error(error):
+                    raise
+                return Rejected(f"supports_args raised {type(error).__name__}: {error}")
+            if isinstance(answer, Rejected):
+                return answer
+            if not answer:
+                return Rejected("supports_args said no")
+        return True
+
+    def apply(self, args: tuple[Any, ...]) -> Any:
+        """Call the provider's function with arguments in the order of the op's signature, all defaults filled in."""
+        if self._apply is None:
+            self._apply = codegen.make_apply(self.op, self.fn)
+        return self._apply(**dict(zip(self.op.signature.parameters, args, strict=True)))
+
+    def digest(self) -> str:
+        """Digest of all that decides what this implementation computes and when; part of every cache key."""
+        if self._digest is None:
+            self._digest = digest_of(self)
+        return self._digest
+
+
+def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Pass positionally what can be: predicates may be C functions, or lambdas with other ideas of keywords."""
+    keyword_only = {
+        p.name for p in inspect.signature(fn).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    positional = [value for name, value in named.items() if name not in keyword_only]
+    return positional, {name: value for name, value in named.items() if name in keyword_only}
+
+
+def place_of(fn: Callable[..., Any]) -> str:
+    """Return `file:line` of a function, with the file relative to the current directory when it is below it."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
+    file = code.co_filename
+    relative = os.path.relpath(file) if os.path.isabs(file) and os.path.exists(file) else file
+    return f"{file if relative.startswith('..') else relative}:{code.co_firstlineno}"
+
+
+def check_signature(op: "IrOp", fn: Callable[..., Any], what: str, provider: str) -> tuple[str, ...]:
+    """Check a provider's function against the op's signature: names, order, kinds and defaults.
+
+    Returns:
+        The newest parameters of the op that the function lacks. It may lack trailing ones that have a default (it was
+        written for an older version of the op); calls that set them are then rejected for it.
+
+    Raises:
+        SignatureError: The signatures do not fit; the message shows both.
+    """
+    try:
+        theirs = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise SignatureError(
+            f"{what} of provider {provider!r} for op {op.name!r} has no signature that can be read ({error}). "
+            f"Wrap it in a function with the signature {op.name}{op.signature}."
+        ) from None
+    ours = list(op.signature.parameters.values())
+    problem = _difference(ours, theirs)
+    if problem is None:
+        return tuple(parameter.name for parameter in ours[len(theirs) :])
+    raise SignatureError(
+        f"{what} of provider {provider!r} for op {op.name!r} does not have the op's signature: {problem}.\n"
+        f"  op:       {op.name}{_plain(op.signature)}  ({op.source})\n"
+        f"  provider: {getattr(fn, '__name__', 'fn')}{_plain(inspect.signature(fn))}  ({place_of(fn)})\n"
+        "Use the op's names, order and defaults."
+    )
+
+
+def _plain(signature: inspect.Signature) -> str:
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def _difference(ours: list[inspect.Parameter], theirs: list[inspect.Parameter]) -> str | None:
+    for position, (own, other) in enumerate(zip(ours, theirs, strict=False)):
+        if other.name != own.name:
+            return f"parameter {position + 1} is called {other.name!r} instead of {own.name!r}"
+        if other.kind != own.kind:
+            return f"parameter {own.name!r} is {other.kind.description} instead of {own.kind.description}"
+        if not _same_default(own.default, other.default):
+            return f"parameter {own.name!r} has {_show(other.default)} instead of {_show(own.default)}"
+    if len(theirs) > len(ours):
+        return f"parameter {theirs[len(ours)].name!r} is unknown to the op"
+    for own in ours[len(theirs) :]:
+        if own.default is inspect.Parameter.empty:
+            return f"parameter {own.name!r} is missing"
+    return None
+
+
+def _same_default(own: object, other: object) -> bool:
+    return own is other or (type(own) is type(other) and own == other)
+
+
+def _show(default: object) -> str:
+    return "no default" if default is inspect.Parameter.empty else f"the default {default!r}"

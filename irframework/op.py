@@ -1,0 +1,549 @@
+"""Ops: a named functional operation and everything that hangs on it.
+
+Owns `IrOp`, its declaration with `register_op`, and the registration of implementations. The op's plain torch function
+is its meaning. Does not own the torch operators behind it (`torch_ops.py`), nor which implementation runs
+(`dispatch.py`).
+"""
+
+import importlib
+import inspect
+import keyword
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from irframework import codegen, torch_ops
+from irframework.conditions import Predicate, Supports
+from irframework.decision import Decision, Rejected
+from irframework.errors import (
+    ConditionError,
+    DuplicateImplementationError,
+    DuplicateOpError,
+    InplaceError,
+    InvalidOpError,
+    ReservedNameError,
+    UnknownOpError,
+    suggest,
+)
+from irframework.impl import IrOpImpl, check_signature, place_of
+from irframework.registry import registry
+
+NATIVE = "native"
+_RESERVED_OPS = ("donate", "layernorm", "activation", "rotary")  # a torch op of ours; modules of irframework.ops
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an implementation may be from native: |a - b| <= atol + rtol * |b|."""
+
+    atol: float
+    rtol: float
+
+
+_TOLERANCES: dict[torch.dtype, Tolerance] = {
+    torch.float64: Tolerance(1e-7, 1e-7),
+    torch.float32: Tolerance(1e-5, 1e-5),
+    torch.float16: Tolerance(2e-3, 2e-3),
+    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
+}
+
+
+class MaybeInplace:
+    """Callable form of an op that gives its activations away: the implementation may overwrite them."""
+
+    def __init__(self, op: "IrOp") -> None:
+        self.op = op
+        self.torch_op: Any = None
+        self.first_call: Callable[..., Any] | None = None
+        self.traced_call: Callable[..., Any] | None = None
+        self.generated: dict[Any, Callable[..., Any]] = {}
+        self.misses = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InplaceError(
+            f"Op {self.op.name!r} was not declared with allow_inplace=True ({self.op.source}), so it has no "
+            f"maybe_inplace form. Call ir.ops.{self.op.name}(...) instead."
+        )
+
+    def __repr__(self) -> str:
+        return f"<maybe_inplace form of {self.op!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _maybe_inplace_named, (self.op.name,)
+
+
+class IrOp:
+    """A named functional operation.
+
+    Calling it runs the implementation that the current priorities choose. Its inputs are unchanged, and its outputs
+    are contiguous and share no memory with the inputs or with each other. Each op is the only instance of a class of
+    its own, whose `__call__` is generated with the op's exact signature.
+
+    Attributes:
+        name: The op's name; it is `irframework::<name>` in torch.
+        signature: Signature of the declaring function.
+        schema: The torch schema, e.g. `(Tensor x, Tensor? weight, float epsilon) -> Tensor`.
+        activations: Parameters that `maybe_inplace` gives away.
+        allow_inplace: Whether `maybe_inplace` exists.
+        native: The plain torch function: meaning, default implementation and reference.
+        torch_op: `torch.ops.irframework.<name>.default`.
+        maybe_inplace: The form that donates the activations.
+        fuse: What the op was declared with: False, True, or the conditions of the fused kernels' domain.
+        source: `file:line` of the declaration.
+        plugin: The plugin that declared the op, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        native: Callable[..., Any],
+        signature: inspect.Signature,
+        schema: str,
+        activations: tuple[str, ...],
+        allow_inplace: bool,
+        fuse: bool | Supports,
+    ) -> None:
+        self.name = name
+        self.native = native
+        self.signature = signature
+        self.schema = schema
+        self.activations = activations
+        self.allow_inplace = allow_inplace
+        self.fuse = fuse
+        self.source = place_of(native)
+        self.plugin = registry.transaction.plugin if registry.transaction else None
+        self.tensors = torch_ops.tensor_parameters(signature)
+        self.num_outputs = torch_ops.count_outputs(schema)
+        self.parameters = codegen.parameters_of(signature)
+        self.bind_args = codegen.make_bind(self)
+        self.torch_op: Any = None
+        self.first_call: Callable[..., Any] | None = None
+        self.traced_call: Callable[..., Any] | None = None
+        self.generated: dict[Any, Callable[..., Any]] = {}
+        self.misses = 0
+        self.maybe_inplace: Any = codegen.class_of(MaybeInplace)(self)
+        self.backward: Callable[..., Any] | None = None
+        self.fake: Callable[..., Any] | None = None
+        self.input_generator: Callable[..., Any] | None = None
+        self.tolerances = dict(_TOLERANCES)
+        self.registered: dict[str, IrOpImpl] = {
+            NATIVE: IrOpImpl(self, NATIVE, native, batch_invariant=True, plugin=self.plugin, source=self.source)
+        }
+        self.__name__ = name
+        self.__qualname__ = name
+        self.__doc__ = native.__doc__
+        self.__wrapped__ = native
+
+    def __repr__(self) -> str:
+        return f"<IrOp {self.name}{self.schema}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_op, (self.name,)
+
+    def __copy__(self) -> "IrOp":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IrOp":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # replaced in each op's own class
+        raise NotImplementedError
+
+    # --- arguments ---------------------------------------------------------------------------------------------
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+        """Return the arguments in the order of the signature, defaults filled in.
+
+        Raises:
+            TypeError: As Python does for a function with this signature.
+        """
+        bound: tuple[Any, ...] = self.bind_args(*args, **(kwargs or {}))
+        return bound
+
+    # --- implementations ---------------------------------------------------------------------------------------
+
+    @property
+    def impls(self) -> dict[str, IrOpImpl]:
+        """Implementations by provider; `native` comes first. A copy: change it through `register_impl`."""
+        _load_plugins()
+        return dict(self.registered)
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool | Callable[[], bool | Rejected] = True,
+        supports_args: Predicate | Supports | None = None,
+        inplace: bool = False,
+        device_types: Iterable[str] | None = None,
+        batch_invariant: bool = False,
+    ) -> Callable[[Callable[..., Any]], IrOpImpl]:
+        """Register a provider's implementation of this op (a decorator).
+
+        Args:
+            provider: Name of the provider. `native` is reserved.
+            supported: Whether the implementation can run on this machine: a bool, or a callable without arguments
+                that is asked once, at first need. An exception in it means no, and is the reason.
+            supports_args: Predicate with the op's signature: True, False or `ir.reject(reason)`. Or `ir.supports(...)`.
+                It may look at dtypes, ranks, strides, static sizes and numbers; not at values or the batch size.
+            inplace: The implementation overwrites the op's activations and returns them.
+            device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means all that hold data.
+            batch_invariant: A row's result does not depend on how many other rows there are.
+
+        Returns:
+            A decorator that returns the `IrOpImpl`.
+
+        Raises:
+            ReservedNameError: `provider` is `native`.
+            DuplicateImplementationError: The provider has an implementation of this op already.
+            SignatureError: The function or the predicate does not have the op's signature.
+            InplaceError: `inplace=True` on an op without `allow_inplace`.
+            ConditionError: `supports_args` names parameters that the op does not have.
+        """
+        if provider == NATIVE:
+            raise ReservedNameError(
+                f"Op {self.name!r}: the provider name 'native' is reserved for the op's own function ({self.source}). "
+                "Choose another name."
+            )
+        if not provider or any(c in provider for c in ",;= \t\n"):
+            raise ReservedNameError(
+                f"Op {self.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain "
+                "spaces, commas, semicolons or equal signs, which priority strings use."
+            )
+
+        def decorate(fn: Callable[..., Any]) -> IrOpImpl:
+            impl = self._make_impl(provider, fn, supports_args)
+            impl.inplace = inplace
+            impl.device_types = None if device_types is None else _device_types(self.name, provider, device_types)
+            impl.batch_invariant = batch_invariant
+            impl._supported = supported if callable(supported) else bool(supported)
+            if supported is False:
+                impl._reason = "registered with supported=False"
+            if inplace and not self.allow_inplace:
+                raise InplaceError(
+                    f"Implementation {provider!r} ({impl.source}) is registered with inplace=True, but op "
+                    f"{self.name!r} was not declared with allow_inplace=True ({self.source})."
+                )
+            self._add(impl)
+            return impl
+
+        return decorate
+
+    def _make_impl(self, provider: str, fn: Callable[..., Any], condition: Any) -> IrOpImpl:
+        if isinstance(fn, IrOpImpl):
+            fn = fn.fn
+        if not callable(fn):
+            raise ConditionError(f"register_impl({provider!r}) of op {self.name!r} expects a function, got {fn!r}.")
+        missing = check_signature(self, fn, "The implementation", provider)
+        impl = IrOpImpl(self, provider, fn, source=place_of(fn), missing=missing)
+        impl.plugin = registry.transaction.plugin if registry.transaction else None
+        if isinstance(condition, Supports):
+            try:
+                impl.checks = condition.checks(self.signature, self.tensors)
+            except ConditionError as error:
+                raise ConditionError(f"Op {self.name!r}, provider {provider!r} ({impl.source}): {error}") from None
+            impl.predicates = condition.predicates
+        elif callable(condition):
+            impl.predicates = (condition,)
+        elif condition is not None:
+            raise ConditionError(
+                f"Op {self.name!r}, provider {provider!r}: supports_args must be a function with the op's signature "
+                f"or ir.supports(...), got {condition!r}."
+            )
+        lacking = {name for p in impl.predicates for name in check_signature(self, p, "The predicate", provider)}
+        impl.missing = tuple(p for p in self.signature.parameters if p in lacking or p in missing)
+        return impl
+
+    def _add(self, impl: IrOpImpl) -> None:
+        with registry.lock:
+            earlier = self.registered.get(impl.provider)
+            if earlier is not None and not _declared_again(earlier.fn, impl.fn):
+                who = f" by plugin {earlier.plugin}" if earlier.plugin else ""
+                raise DuplicateImplementationError(
+                    f"Provider {impl.provider!r} already implements op {self.name!r}: registered{who} at "
+                    f"{earlier.source}, and again at {impl.source}. A provider has one implementation of an op; "
+                    "give the other one a name of its own."
+                )
+            self.registered[impl.provider] = impl
+            if registry.transaction is not None:
+                registry.transaction.providers.add(impl.provider)
+            registry.record(lambda: self._restore(impl.provider, earlier))
+            registry.changed()
+
+    def _restore(self, provider: str, earlier: IrOpImpl | None) -> None:
+        if earlier is None:
+            self.registered.pop(provider, None)
+        else:
+            self.registered[provider] = earlier
+        registry.changed()
+
+    def unregister_impl(self, provider: str) -> None:
+        """Take an implementation out again (for tests and notebooks). Unknown providers are ignored."""
+        if provider != NATIVE:
+            self._restore(provider, None)
+
+    def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register a shape function to use instead of running native on fake tensors. It must not depend on a provider."""
+        check_signature(self, fn, "The shape function", "fake")
+        self.fake = fn
+        registry.changed()
+        return fn
+
+    def register_backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register a backward to use instead of the vjp of native.
+
+        Args:
+            fn: Called as `fn(grads, *args)`: `grads` is a tuple with the gradient of each output, `args` the op's
+                arguments in order. Returns one gradient (or None) per tensor parameter, in order.
+        """
+        self.backward = fn
+        registry.changed()
+        return fn
+
+    def register_input_generator(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the function behind `generate_inputs`; it takes (shape, dtype, device) keywords."""
+        self.input_generator = fn
+        return fn
+
+    def generate_inputs(
+        self, *, shape: tuple[int, ...] = (8, 64), dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> tuple[Any, ...]:
+        """Return random arguments for the op.
+
+        Args:
+            shape: Shape of the first activation.
+            dtype: dtype of the activations.
+            device: Device of all tensors.
+
+        Raises:
+            InvalidOpError: The op has no generator (see `register_input_generator`).
+        """
+        if self.input_generator is None:
+            raise InvalidOpError(
+                f"Op {self.name!r} ({self.source}) has no input generator. Register one with "
+                f"@ir.ops.{self.name}.register_input_generator."
+            )
+        return self.bind(tuple(self.input_generator(shape=shape, dtype=dtype, device=device)))
+
+    def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
+        """State how far implementations may be from native for a dtype."""
+        self.tolerances[dtype] = Tolerance(atol, rtol)
+
+    def get_tolerance(self, dtype: torch.dtype) -> Tolerance:
+        """Return how far implementations may be from native; exact for dtypes that are not floating point."""
+        return self.tolerances.get(dtype, Tolerance(0.0, 0.0))
+
+    # --- decisions ---------------------------------------------------------------------------------------------
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> IrOpImpl:
+        """Return the implementation that a call with these arguments runs."""
+        from irframework.dispatch import resolve
+
+        return resolve(self, self.bind(args, kwargs)).impl
+
+    def explain(self, *args: Any, **kwargs: Any) -> Decision:
+        """Return the decision for a call with these arguments, with a reason for every candidate."""
+        from irframework.dispatch import resolve
+
+        return resolve(self, self.bind(args, kwargs), stop_at_first=False)
+
+    def get_priority(self) -> list[str]:
+        """Return the providers in the order in which they are asked now, on the current platform."""
+        from irframework.priority import entries_for
+
+        return [entry.provider for entry in entries_for(self)]
+
+    def supported_providers(self) -> list[str]:
+        """Return the providers whose implementation can run on this machine, best first."""
+        return [provider for provider in self.get_priority() if self.registered[provider].supported]
+
+    def reset_dispatch(self) -> None:
+        """Forget the generated dispatchers; they are made anew at the next call."""
+        codegen.reset(self)
+
+
+def _device_types(op: str, provider: str, names: Iterable[str]) -> tuple[str, ...]:
+    types = (names,) if isinstance(names, str) else tuple(names)
+    if not types or not all(isinstance(name, str) and name for name in types):
+        raise ConditionError(f"Op {op!r}, provider {provider!r}: device_types must name device types, got {names!r}.")
+    return types
+
+
+def _declared_again(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
+    """Whether `new` is the same declaration executed again: a reloaded module or a notebook cell."""
+    if old is new:
+        return True
+    if (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__) or "<" in new.__qualname__:
+        return False
+    old_code, new_code = getattr(old, "__code__", None), getattr(new, "__code__", None)
+    if old_code is None or new_code is None:
+        return False
+    reloading = new.__module__ in getattr(importlib, "_RELOADING", {})
+    in_cell = old_code.co_filename != new_code.co_filename and new.__module__ == "__main__"
+    same_place = old_code.co_filename == new_code.co_filename and old_code.co_firstlineno == new_code.co_firstlineno
+    return reloading or in_cell or same_place
+
+
+@overload
+def register_op(fn: Callable[..., Any], /) -> IrOp: ...
+@overload
+def register_op(
+    *,
+    name: str | None = None,
+    activations: Iterable[str] | None = None,
+    allow_inplace: bool = False,
+    fuse: bool | Supports = False,
+) -> Callable[[Callable[..., Any]], IrOp]: ...
+def register_op(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    activations: Iterable[str] | None = None,
+    allow_inplace: bool = False,
+    fuse: bool | Supports = False,
+) -> IrOp | Callable[[Callable[..., Any]], IrOp]:
+    """Declare an op by its plain torch function (a decorator, with or without arguments).
+
+    The function is the op's meaning. It must be functional: its inputs are unchanged. Every parameter and the result
+    carry type annotations that torch schemas know (`Tensor`, `Tensor | None`, `float`, `int | None`, `bool`, `str`,
+    lists and tuples of tensors, ...).
+
+    Args:
+        fn: The function, when used without arguments.
+        name: The op's name; default: the function's.
+        activations: Parameters that `maybe_inplace` gives away; default: tensors whose name starts with `x`.
+        allow_inplace: Give the op a `maybe_inplace` form, and let implementations overwrite the activations.
+        fuse: True if compiled graphs that compute this function's body may be replaced by the op; `ir.supports(...)`
+            also states which arguments the op's kernels may then be given.
+
+    Returns:
+        The op.
+
+    Raises:
+        InvalidOpError: The name, the annotations or the activations do not make an op.
+        DuplicateOpError: Another function was declared under this name.
+        ReservedNameError: The name belongs to the framework.
+    """
+
+    def decorate(native: Callable[..., Any]) -> IrOp:
+        return _declare(native, name or native.__name__, activations, allow_inplace, fuse)
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _declare(
+    native: Callable[..., Any],
+    name: str,
+    activations: Iterable[str] | None,
+    allow_inplace: bool,
+    fuse: bool | Supports,
+) -> IrOp:
+    place = place_of(native)
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+        raise InvalidOpError(f"{name!r} ({place}) cannot be an op's name: it must be a public Python identifier.")
+    if name in _RESERVED_OPS:
+        raise ReservedNameError(f"The op name {name!r} ({place}) belongs to the framework. Choose another one.")
+    with registry.lock:
+        earlier = registry.ops.get(name)
+        if earlier is not None and not _declared_again(earlier.native, native):
+            who = f" by plugin {earlier.plugin}" if earlier.plugin else ""
+            raise DuplicateOpError(
+                f"Op {name!r} is already declared{who} at {earlier.source}, and again at {place}. "
+                "Choose another name, or register an implementation of the existing op."
+            )
+        signature, schema = torch_ops.schema_of(native, name, place)
+        if earlier is not None:
+            return _redeclare(earlier, native, schema, place)
+        tensors = torch_ops.tensor_parameters(signature)
+        given = tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(activations)
+        for parameter in given:
+            if parameter not in tensors:
+                raise InvalidOpError(
+                    f"Op {name!r} ({place}): the activation {parameter!r} is not a tensor parameter."
+                    + suggest(parameter, tensors)
+                )
+        if allow_inplace and not given:
+            raise InvalidOpError(
+                f"Op {name!r} ({place}) has allow_inplace=True but no activation. Name one with activations=(...), or "
+                "let a tensor parameter's name start with 'x'."
+            )
+        op: IrOp = codegen.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
+        handle = torch_ops.define(op)
+        registry.ops[name] = op
+        if registry.transaction is not None:
+            registry.transaction.ops.add(name)
+        registry.record(lambda: _remove(name, handle))
+        registry.changed()
+        return op
+
+
+def _redeclare(op: IrOp, native: Callable[..., Any], schema: str, place: str) -> IrOp:
+    """A module was reloaded: keep the object that models hold, and give it the new body."""
+    if schema != op.schema:
+        raise DuplicateOpError(
+            f"Op {op.name!r} was declared again at {place} with another signature.\n  before: {op.name}{op.schema} "
+            f"({op.source})\n  now:    {op.name}{schema}\nRestart Python to change an op's signature."
+        )
+    op.native = native
+    op.source = place
+    op.registered[NATIVE].fn = native
+    op.registered[NATIVE].source = place
+    op.registered[NATIVE]._digest = None
+    registry.changed()
+    return op
+
+
+def _remove(name: str, handle: torch_ops.Handle) -> None:
+    registry.ops.pop(name, None)
+    handle.destroy()
+    registry.changed()
+
+
+def find_op(name: str) -> IrOp:
+    """Return the op with a name, loading the standard ops and the plugins if need be.
+
+    Raises:
+        UnknownOpError: Nobody declared it; the message lists the closest names.
+    """
+    op = registry.ops.get(name)
+    if op is None:
+        importlib.import_module("irframework.ops")
+        op = registry.ops.get(name)
+    if op is None:
+        _load_plugins()
+        op = registry.ops.get(name)
+    if op is None:
+        raise UnknownOpError(f"There is no op {name!r}.{suggest(name, registry.ops)}", name=name)
+    return op
+
+
+def _maybe_inplace_named(name: str) -> Any:
+    return find_op(name).maybe_inplace
+
+
+def all_ops() -> dict[str, IrOp]:
+    """Return all ops by name: the standard ones and those of plugins and of the program."""
+    importlib.import_module("irframework.ops")
+    _load_plugins()
+    return dict(sorted(registry.ops.items()))
+
+
+def op_of(target: Any) -> tuple[IrOp, bool] | None:
+    """Return the op behind a torch overload, and whether it is the `maybe_inplace` one; None for other targets."""
+    if getattr(target, "namespace", None) != torch_ops.NAMESPACE:
+        return None
+    op = registry.ops.get(target._opname)
+    return None if op is None else (op, target._overloadname == torch_ops.MAYBE_INPLACE)
+
+
+def _load_plugins() -> None:
+    plugins = sys.modules.get("irframework.plugins") or importlib.import_module("irframework.plugins")
+    plugins.load_plugins()
+
+
+__all__ = ["NATIVE", "IrOp", "MaybeInplace", "Tensor", "Tolerance", "all_ops", "find_op", "op_of", "register_op"]

@@ -1,0 +1,30 @@
+"""The standard ops, and the namespace through which every op is called: `irframework.ops.<name>`.
+
+One file per family holds the meanings. Does not own the table of ops: an attribute of this module is the op of that
+name in the registry, whoever declared it.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from irframework.ops.activation import gelu_and_mul, silu_and_mul
+from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
+from irframework.ops.rotary import rotary_embedding
+from irframework.registry import registry
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+__all__ = ["fused_add_rms_norm", "gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
+
+
+def __getattr__(name: str) -> "IrOp":
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from irframework.op import find_op
+
+    return find_op(name)
+
+
+def __dir__() -> list[Any]:
+    return sorted({*registry.ops, *vars(sys.modules[__name__])})

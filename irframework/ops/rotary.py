@@ -1,0 +1,85 @@
+"""Meaning of the rotary position embedding. Does not hold kernels."""
+
+import torch
+from torch import Tensor
+
+from irframework.errors import ArgumentError
+from irframework.op import register_op
+from irframework.ops.layernorm import check_floating
+
+
+@register_op(activations=("query", "key"))
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by angles that depend on their positions.
+
+    With `cos, sin = cos_sin_cache[positions].chunk(2, -1)`, and `a, b` the two halves of the first `rotary_dim`
+    elements of a head (neox) or its even and odd elements (interleaved): `a' = a*cos - b*sin`, `b' = b*cos + a*sin`.
+    Elements behind `rotary_dim` are unchanged. Computed in float32 (float64 for float64 heads) and rounded once.
+
+    Args:
+        positions: Positions of the tokens, `[...]` (usually `[tokens]` or `[batch, tokens]`), integer.
+        query: `[..., heads * head_size]` or `[..., heads, head_size]`, with the leading dimensions of positions.
+        key: Like query, with its own number of heads; or None.
+        cos_sin_cache: `[max_positions, rotary_dim]`: cosines in the first half of a row, sines in the second.
+        head_size: Elements of one head.
+        is_neox: Rotate halves (GPT-NeoX, Llama) instead of neighbours (GPT-J).
+
+    Returns:
+        The rotated query and key, with their shapes and dtypes. Without a key, the second is an empty tensor `[0]`.
+
+    Raises:
+        ArgumentError: Shapes do not fit each other, or a dtype is wrong.
+
+    Source: Su et al., "RoFormer" (2021).
+    """
+    if positions.is_floating_point():
+        raise ArgumentError(
+            f"Op 'rotary_embedding': argument 'positions' must have an integer dtype, it has {positions.dtype}."
+        )
+    check_floating("rotary_embedding", "query", query)
+    check_floating("rotary_embedding", "cos_sin_cache", cos_sin_cache)
+    rotary_dim = cos_sin_cache.shape[-1]
+    if cos_sin_cache.dim() != 2 or rotary_dim % 2 or rotary_dim > head_size:
+        raise ArgumentError(
+            f"Op 'rotary_embedding': argument 'cos_sin_cache' must have shape [max_positions, rotary_dim] with an even "
+            f"rotary_dim of at most head_size={head_size}, it has {tuple(cos_sin_cache.shape)}."
+        )
+    angles = cos_sin_cache.index_select(0, positions.reshape(-1))
+    rotated = _rotate("query", query, positions, angles, head_size, is_neox)
+    if key is None:
+        return rotated, query.new_empty(0)
+    check_floating("rotary_embedding", "key", key)
+    return rotated, _rotate("key", key, positions, angles, head_size, is_neox)
+
+
+def _rotate(name: str, x: Tensor, positions: Tensor, angles: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    lead = positions.dim()
+    fits = x.dim() in (lead + 1, lead + 2) and x.shape[:lead] == positions.shape and x.shape[-1] % head_size == 0
+    if not fits or (x.dim() == lead + 2 and x.shape[-1] != head_size):
+        raise ArgumentError(
+            f"Op 'rotary_embedding': argument {name!r} has shape {tuple(x.shape)}; with positions of shape "
+            f"{tuple(positions.shape)} and head_size={head_size} it must be [..., heads * head_size] or "
+            "[..., heads, head_size]."
+        )
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    count = x.shape[-2] if x.dim() == lead + 2 else x.shape[-1] // head_size
+    heads = x.reshape(angles.shape[0], count, head_size)
+    cos, sin = angles.to(wide).unsqueeze(1).chunk(2, -1)
+    half = cos.shape[-1]
+    h = heads.to(wide)
+    if is_neox:
+        a, b = h[..., :half], h[..., half : 2 * half]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    else:
+        a, b = h[..., : 2 * half : 2], h[..., 1 : 2 * half : 2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    if 2 * half < head_size:
+        turned = torch.cat((turned, h[..., 2 * half :]), -1)
+    return turned.to(x.dtype).reshape(x.shape)

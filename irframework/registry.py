@@ -1,0 +1,76 @@
+"""The one table of ops, and transactions over it.
+
+Owns which ops exist and the undo journal that makes a plugin's registrations all-or-nothing. Does not know what an op
+or an implementation is.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+
+@dataclass(slots=True)
+class Transaction:
+    """What one plugin registered, newest last, with how to undo it."""
+
+    plugin: str
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    ops: set[str] = field(default_factory=set)
+    providers: set[str] = field(default_factory=set)
+
+    def roll_back(self) -> None:
+        """Undo everything, newest first."""
+        while self.undo:
+            self.undo.pop()()
+        self.ops.clear()
+        self.providers.clear()
+
+
+@dataclass(slots=True)
+class Registry:
+    """The ops by name, and a number that grows with every change that can alter a decision.
+
+    Attributes:
+        ops: The ops by name.
+        generation: Grows with every registration or configuration.
+        transaction: The plugin that is registering in this thread's load, if any.
+    """
+
+    ops: dict[str, "IrOp"] = field(default_factory=dict)
+    generation: int = 0
+    transaction: Transaction | None = None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def changed(self) -> None:
+        """Say that decisions may differ from now on: every generated dispatcher is made anew at its next call."""
+        with self.lock:
+            self.generation += 1
+            for op in self.ops.values():
+                op.reset_dispatch()
+
+    def record(self, undo: Callable[[], None]) -> None:
+        """Remember how to undo a registration, if a plugin is registering."""
+        if self.transaction is not None:
+            self.transaction.undo.append(undo)
+
+    @contextmanager
+    def registering(self, transaction: Transaction) -> Iterator[None]:
+        """Attribute every registration inside to a plugin; undo all of them if the block raises."""
+        with self.lock:
+            outer, self.transaction = self.transaction, transaction
+            try:
+                yield
+            except BaseException:
+                self.transaction = None
+                transaction.roll_back()
+                raise
+            finally:
+                self.transaction = outer
+
+
+registry = Registry()

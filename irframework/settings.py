@@ -1,0 +1,128 @@
+"""The settings in force: the environment variables, and what the program configured above them.
+
+Owns their names, types and defaults, reads them in one place, and holds the configurations that stand above them
+(from the command line, and from `ir.configure`). Does not own what a configuration looks like: see `config.py`, which
+is imported only by those who configure something.
+"""
+
+import difflib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from irframework.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "IRFRAMEWORK_"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable: its name without the prefix, how it is read, its default and what it does."""
+
+    name: str
+    parse: Callable[[str], object]
+    default: object
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the environment says."""
+
+    op_priority: str
+    plugins: tuple[str, ...] | None
+    disable_plugins: tuple[str, ...]
+    strict: bool
+    batch_invariant: bool
+    logging_level: str | None
+    fusion: bool
+    disable_passes: tuple[str, ...]
+    platform: str | None
+
+
+@dataclass(slots=True)
+class Layers:
+    """Configurations above the environment: a `KernelConfig` from the command line, and one from `ir.configure`."""
+
+    cli: Any = None
+    config: Any = None
+
+
+layers = Layers()
+
+
+def effective(name: str) -> Any:
+    """Return the value in force of a switch (`strict`, `batch_invariant`, `fusion`)."""
+    for layer in (layers.config, layers.cli):
+        if layer is not None and name in layer.model_fields_set:
+            return getattr(layer, name)
+    return getattr(settings(), name)
+
+
+def _flag(text: str) -> bool:
+    word = text.strip().lower()
+    if word in ("", "0", "false", "no", "off"):
+        return False
+    if word in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError("expected 0 or 1")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _level(text: str) -> str | None:
+    level = text.strip().upper()
+    if not level:
+        return None
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"):
+        raise ValueError("expected DEBUG, INFO, WARNING, ERROR or CRITICAL")
+    return level
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("OP_PRIORITY", str, "", "priorities per op, as `rms_norm=a,b;silu_and_mul=c`"),
+    Variable("PLUGINS", _names, None, "only these plugins are loaded (comma list; empty loads none)"),
+    Variable("DISABLE_PLUGINS", _names, (), "these plugins are not loaded (comma list)"),
+    Variable("STRICT", _flag, False, "1: a plugin that fails raises instead of being quarantined"),
+    Variable("BATCH_INVARIANT", _flag, False, "1: only implementations declared batch invariant, or native"),
+    Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
+    Variable("FUSION", _flag, True, "0: no fusion pass runs"),
+    Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
+    Variable("PLATFORM", lambda text: text.strip() or None, None, "use this platform instead of the detected one"),
+)
+
+
+@cache
+def settings() -> Settings:
+    """Read the environment (once; `settings.cache_clear()` reads it again).
+
+    Raises:
+        ConfigError: A variable has a value that cannot be read.
+    """
+    values = {}
+    for variable in VARIABLES:
+        full = PREFIX + variable.name
+        text = os.environ.get(full)
+        try:
+            values[variable.name.lower()] = variable.default if text is None else variable.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"Environment variable {full}={text!r}: {error}. It means: {variable.meaning}.") from None
+    _warn_about_typos()
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _warn_about_typos() -> None:
+    """Warn about variables that look like ours and are not; a plugin's own variables look like nothing we know."""
+    known = [PREFIX + variable.name for variable in VARIABLES]
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if close:
+                logger.warning("Environment variable %s is not known to irframework. Did you mean %s?", name, close[0])

@@ -1,0 +1,163 @@
+"""The torch operators behind the ops: `irframework::<name>`, its `maybe_inplace` overload, and `irframework::donate`.
+
+Owns everything that is said to `torch.library`: schemas, kernels, shape functions, autograd. Both overloads have
+functional schemas, so every pipeline that does not know them is still right. Does not decide which implementation
+runs: the kernels ask `dispatch.py`.
+
+Private torch API used here (read in 2.11 and 2.13): `torch.library.Library._destroy`,
+`torch._C._after_autograd_keyset`, `torch._C._ExcludeDispatchKeyGuard`-free redispatch through `OpOverload.redispatch`.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema
+
+from irframework import autograd
+from irframework.errors import InvalidOpError
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+NAMESPACE = "irframework"
+MAYBE_INPLACE = "maybe_inplace"
+
+
+@dataclass(slots=True)
+class Handle:
+    """Keeps an op's torch registrations alive, and takes them back."""
+
+    libraries: list[Library] = field(default_factory=list)
+
+    def destroy(self) -> None:
+        """Remove the operators from torch again."""
+        while self.libraries:
+            self.libraries.pop()._destroy()
+
+
+_handles: dict[str, Handle] = {}
+
+
+def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Signature, str]:
+    """Return a declaring function's signature and torch schema.
+
+    Raises:
+        InvalidOpError: A parameter or the result has no annotation, or one that torch schemas do not know.
+    """
+    try:
+        signature = inspect.signature(fn, eval_str=True)
+    except Exception as error:
+        raise InvalidOpError(f"Op {name!r} ({place}): its annotations cannot be read: {error}.") from error
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise InvalidOpError(f"Op {name!r} ({place}): *args and **kwargs have no place in a schema.")
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise InvalidOpError(f"Op {name!r} ({place}): parameter {parameter.name!r} must not be positional-only.")
+
+    def prototype() -> None:
+        """Carries the resolved signature to `infer_schema`."""
+
+    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    try:
+        schema = infer_schema(prototype, mutates_args=())
+    except ValueError as error:
+        raise InvalidOpError(f"Op {name!r} ({place}) has no torch schema: {error}") from None
+    if count_outputs(schema) == 0:
+        raise InvalidOpError(f"Op {name!r} ({place}) returns nothing; an op returns tensors.")
+    return signature, schema
+
+
+def tensor_parameters(signature: inspect.Signature) -> tuple[str, ...]:
+    """Return the names of the parameters that are a tensor or an optional tensor."""
+    return tuple(p.name for p in signature.parameters.values() if p.annotation in (Tensor, Tensor | None))
+
+
+def count_outputs(schema: str) -> int:
+    """Return how many values an op with this schema returns."""
+    return len(torch._C.parse_schema(f"irframework::f{schema}").returns)
+
+
+def define(op: "IrOp") -> Handle:
+    """Create an op's torch operators; `op.torch_op` and `op.maybe_inplace.torch_op` are set.
+
+    Returns:
+        The handle that takes the operators back when a plugin is rolled back.
+    """
+    handle = Handle()
+    library = Library(NAMESPACE, "FRAGMENT")
+    handle.libraries.append(library)
+    try:
+        define_donate()
+        tags = (torch.Tag.pt2_compliant_tag,)
+        library.define(f"{op.name}{op.schema}", tags=tags)
+        _define_overload(library, op, op.name, donated=False)
+        autograd.register(op, library)
+        if op.allow_inplace:
+            library.define(f"{op.name}.{MAYBE_INPLACE}{op.schema}", tags=tags)
+            _define_overload(library, op, f"{op.name}.{MAYBE_INPLACE}", donated=True)
+        packet = getattr(getattr(torch.ops, NAMESPACE), op.name)
+        op.torch_op = packet.default
+        if op.allow_inplace:
+            op.maybe_inplace.torch_op = getattr(packet, MAYBE_INPLACE)
+            autograd.register_maybe_inplace(op, library)
+    except BaseException:
+        handle.destroy()
+        raise
+    _handles[op.name] = handle
+    return handle
+
+
+def _define_overload(library: Library, op: "IrOp", qualified: str, donated: bool) -> None:
+    from irframework.dispatch import run
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return run(op, op.bind(args, kwargs), donated=donated)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        _notify_compiler(op)
+        return shape(op, op.bind(args, kwargs))
+
+    library.impl(qualified, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=library)
+
+
+def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:
+    """Return fake outputs of an op: those of native, contiguous and of their own. Never depends on a provider."""
+    from irframework.dispatch import own_outputs
+
+    return own_outputs(op, (op.fake or op.native)(*args), args)
+
+
+def _notify_compiler(op: "IrOp") -> None:
+    """Tell the compiler that an op is being traced, so that its guards and passes are in place. Cheap when it is not."""
+    if torch._guards.TracingContext.try_get() is None:
+        return
+    guards = sys.modules.get("irframework.compiler.guards")
+    if guards is None:
+        from irframework.compiler import guards  # type: ignore[no-redef]
+    guards.on_traced(op)  # type: ignore[union-attr]
+
+
+def define_donate() -> Any:
+    """Define `irframework::donate(Tensor x) -> Tensor` once and return it: a copy of x, which is dead afterwards."""
+    if "donate" not in _handles:
+        library = Library(NAMESPACE, "FRAGMENT")
+        library.define("donate(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+        def donate(x: Tensor) -> Tensor:
+            return x.clone()
+
+        library.impl("donate", donate, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::donate", donate, lib=library)
+
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+        torch.library.register_autograd(f"{NAMESPACE}::donate", backward, lib=library)
+        _handles["donate"] = Handle([library])
+    return torch.ops.irframework.donate.default
