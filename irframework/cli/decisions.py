@@ -1,0 +1,108 @@
+"""Which kernel ran each op: the rows of the commands' decision tables.
+
+Owns how decisions are gathered (from an eager model by watching its torch ops once, from a compiled one by its report)
+and how equal ones are counted together. The decisions themselves are the core's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from irframework.compiler.report import Report
+from irframework.decision import Candidate, Decision
+from irframework.dispatch import resolve
+from irframework.op import op_of
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRow:
+    """Equal decisions of one op, counted.
+
+    Attributes:
+        op: the op's name.
+        count: calls (eager) or nodes (compiled).
+        provider: whose implementation runs.
+        others: providers that were asked before or after it, each with why it does not run.
+        note: something to say beside it, or empty.
+    """
+
+    op: str
+    count: int
+    provider: str
+    others: tuple[tuple[str, str], ...]
+    note: str = ""
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of a table: op, count, provider, why not the others."""
+        why = "; ".join(f"{provider}: {reason}" for provider, reason in self.others)
+        return (self.op, str(self.count), self.provider, "; ".join(filter(None, (why, self.note))) or "-")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as plain JSON types."""
+        others = [{"provider": provider, "reason": reason} for provider, reason in self.others]
+        return {
+            "op": self.op,
+            "count": self.count,
+            "provider": self.provider,
+            "others": others,
+            "note": self.note or None,
+        }
+
+
+class CallRecorder(TorchDispatchMode):
+    """Counts the IR ops that are called while it is active, with the decision for each.
+
+    An active dispatch mode makes every op go through its torch op, so no op and no model has to know of this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decisions: list[Decision] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        found = op_of(func)
+        if found is not None:
+            op = found[0]
+            self.decisions.append(resolve(op, op.bind(args, kwargs), stop_at_first=False))
+        return func(*args, **(kwargs or {}))
+
+
+def counted(decisions: Iterable[Decision]) -> list[DecisionRow]:
+    """One row per op, provider and set of reasons, in order of the op's name."""
+    rows = Counter((decision.op, decision.provider, _others(decision)) for decision in decisions)
+    return [DecisionRow(op, count, provider, others) for (op, provider, others), count in sorted(rows.items())]
+
+
+def rows_of_report(report: Report | None) -> list[DecisionRow]:
+    """Rows for a compiled graph; its nodes are counted."""
+    if report is None:
+        return []
+    rows = counted(report.decisions.values())
+    lowered = {row.op for row in rows}
+    # What a cached artefact chose is known by its report's selection, not by decisions of this process.
+    for op, nodes in sorted(report.selected_impls.items()):
+        if op not in lowered:
+            rows += [DecisionRow(op, n, provider, ()) for provider, n in sorted(Counter(nodes.values()).items())]
+    return rows
+
+
+def _others(decision: Decision) -> tuple[tuple[str, str], ...]:
+    return tuple((c.provider, _reason(c)) for c in decision.candidates if c.provider != decision.provider)
+
+
+def _reason(candidate: Candidate) -> str:
+    return candidate.reason or ("not needed" if candidate.accepted else "no reason given")
+
+
+def decisions_now(arguments: Mapping[str, tuple[Any, ...]]) -> list[Decision]:
+    """Decisions for one call of each op given by name, with every candidate asked."""
+    from irframework.op import find_op
+
+    with torch.no_grad():
+        return [resolve(find_op(name), values, stop_at_first=False) for name, values in arguments.items()]

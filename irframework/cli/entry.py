@@ -1,0 +1,69 @@
+"""The parser of the command line and the way from an error to an exit code.
+
+Owns which commands exist and what an error looks like. A command is a module with `add_arguments(parser)` and
+`run(arguments) -> int`; it is imported only when it is asked for, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+_COMMANDS = {
+    "run": "generate text with a real model, and show which kernel ran each op",
+    "doctor": "what is installed here, what works, and why the rest does not",
+    "ops": "the registered ops and their implementations",
+    "explain": "how one call would be decided, and why",
+}
+
+
+def run_command(argv: Sequence[str] | None = None) -> int:
+    """Runs `irframework ARGV` and returns the exit code.
+
+    Args:
+        argv: arguments after the program's name; None reads `sys.argv`.
+
+    Returns:
+        0 when all is well, 1 when something is wrong (an error, or a finding of `doctor`), 130 after Ctrl-C. Wrong
+        usage leaves through `SystemExit(2)`, as argparse does.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments[0] if arguments else None)
+    chosen = parser.parse_args(arguments)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
+    module = importlib.import_module(f"irframework.cli.{chosen.command}")
+    from irframework.errors import IrError
+
+    try:
+        return int(module.run(chosen))
+    except IrError as error:
+        if chosen.json:
+            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, indent=2))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Python would complain again while it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(asked: str | None) -> argparse.ArgumentParser:
+    """The whole parser; only the command that is asked for gets its options."""
+    parser = argparse.ArgumentParser(prog="irframework", description="IR ops with kernels chosen by name.")
+    commands = parser.add_subparsers(dest="command", metavar="command")
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == asked:
+            command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+            importlib.import_module(f"irframework.cli.{name}").add_arguments(command)
+    return parser

@@ -1,0 +1,76 @@
+"""Tables and progress lines of the command line: rich where a person looks at a terminal, plain text otherwise.
+
+Owns how things look. rich is optional (the `cli` extra); without it, and in pipes and logs, the same words come as
+plain lines. Progress goes to stderr, results to stdout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Prints a titled table on stdout.
+
+    Args:
+        title: a line above the table.
+        columns: headings.
+        rows: one sequence of cells per line; cells are shown by `str`.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    if _is_seen(sys.stdout):
+        _print_rich(title, columns, cells)
+    else:
+        print(plain_table(title, columns, cells))
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as aligned text; the last column is as wide as it needs."""
+    lines = [list(columns), *[list(row) for row in rows]]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(len(columns))]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rule = "  ".join("-" * width for width in widths)
+    if len(rule) > 200:
+        rule = rule[:200]
+    return "\n".join([f"\n{title}", shown[0], rule, *shown[1:]])
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Says on stderr that `what` is going on, and how long it took."""
+    start = time.perf_counter()
+    if _is_seen(sys.stderr):
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with console.status(f"{what} ..."):
+            yield
+        console.print(f"[dim]{what}: {time.perf_counter() - start:.1f} s[/dim]", highlight=False)
+        return
+    print(f"{what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def _is_seen(stream: object) -> bool:
+    is_terminal = getattr(stream, "isatty", None)
+    return bool(is_terminal is not None and is_terminal()) and importlib.util.find_spec("rich") is not None
+
+
+def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: a reason may hold brackets, which are markup to rich
+    console = Console()
+    console.print()
+    console.print(table)
