@@ -68,7 +68,8 @@ def _needs_grad(value: Any) -> bool:
 def _wanted(ctx: Any) -> list[bool]:
     """Which of the saved tensors need a gradient, in their order."""
     wanted: list[bool] = []
-    for place, needs in zip(ctx.layout, ctx.needs_input_grad, strict=True):
+    # The dispatcher strips trailing arguments that equal their defaults, so there may be fewer `needs` than parameters.
+    for place, needs in zip(ctx.layout, ctx.needs_input_grad, strict=False):
         if isinstance(place, range):
             wanted.extend([needs] * len(place) if isinstance(needs, bool) else list(needs))
         elif place is not None:

@@ -328,15 +328,15 @@ def passed_to(op: "IrOp", fn: Callable[..., Any], rename: dict[str, str] | None 
 
 
 def make_failed_check(impl: "IrOpImpl") -> Callable[..., str | None]:
-    """Return a function with the op's signature that gives the reason of the first declared condition that fails."""
+    """Return a function with the op's signature that gives the reasons of all declared conditions that fail."""
     op = impl.op
-    lines = [f"def failed_check({op.parameters.declared}):"]
+    lines = [f"def failed_check({op.parameters.declared}):", "    reasons = []"]
     for name in impl.missing:
         reason = f"f'it was written before the parameter {name}, which the call sets to {{{name}!r}}'"
-        lines += [f"    if not ({missing_test(op, name)}):", f"        return {reason}"]
+        lines += [f"    if not ({missing_test(op, name)}):", f"        reasons.append({reason})"]
     for check in impl.checks:
-        lines += [f"    if not ({check.test}):", f"        return {check.reason}"]
-    lines.append("    return None")
+        lines += [f"    if not ({check.test}):", f"        reasons.append({check.reason})"]
+    lines.append("    return '; '.join(reasons) or None")
     return _compile("failed_check", "\n".join(lines) + "\n", {**op.parameters.defaults, "torch": torch})
 
 

@@ -199,7 +199,8 @@ def _known_providers(op: "IrOp", providers: tuple[str, ...], origin: str) -> lis
             cause = why_provider_missing(provider)
             raise UnknownProviderError(
                 f"Priority of op {op.name!r} ({origin}): provider {provider!r} has no implementation of it."
-                + (f" {cause}" if cause else suggest(provider, op.registered))
+                + suggest(provider, op.registered)
+                + (f" {cause}" if cause else "")
                 + f" If it may be missing on this machine, write {provider + '?'!r}."
             )
     return known
