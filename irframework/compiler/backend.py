@@ -1,0 +1,105 @@
+"""`torch.compile(model, backend="irframework")`, and lowering for other backends.
+
+Owns the two entries into the compiler. Does not own the passes (`pipeline.py`) or where Inductor calls them
+(`hooks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from irframework.compiler import guards, hooks
+from irframework.compiler.pipeline import PostPass, PrePass, run_pre_grad
+
+_PRIORITY_OPTION = "ir_op_priority"
+
+
+def irframework(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: IR ops are lowered, then Inductor compiles.
+
+    Args:
+        module: What Dynamo captured.
+        example_inputs: Its inputs.
+        options: `ir_op_priority`, a mapping from ops to provider lists that stands above the configuration and below
+            `with ir.priority`; all others go to Inductor.
+        mode: As for `torch.compile`.
+
+    Returns:
+        The compiled function.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    rest = dict(options or {})
+    option_priority = rest.pop(_PRIORITY_OPTION, None)
+    patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
+    guards.watch_choices()
+    run_pre_grad_stage(module)
+    compiled: Callable[..., Any] = compile_fx(module, example_inputs, config_patches=patches)
+    return compiled
+
+
+def run_pre_grad_stage(module: GraphModule) -> GraphModule:
+    """Make `maybe_inplace` functional in a graph that Dynamo captured, in place, before AOTAutograd sees it.
+
+    Raises:
+        DonationError: A tensor is used after it was donated.
+    """
+    run_pre_grad(module.graph)
+    module.recompile()
+    return module
+
+
+def lower(
+    module: GraphModule,
+    example_inputs: Sequence[Any] = (),
+    *,
+    inference: bool = False,
+    ir_op_priority: Mapping[str, Any] | None = None,
+) -> GraphModule:
+    """Lower all IR ops of a graph of torch overloads, for any backend that runs such graphs.
+
+    Use it in an AOT backend's compiler, e.g. `aot_autograd(fw_compiler=lambda gm, args: ir.compiler.lower(gm, args))`.
+
+    Args:
+        module: The graph; changed in place. Nodes without a fake value in `meta["val"]` are given one.
+        example_inputs: Its inputs, needed where fake values are missing.
+        inference: True if nothing needs the inputs for a backward: only then donated inputs are overwritten.
+        ir_op_priority: As the compile option of that name.
+
+    Returns:
+        The same module, without IR ops.
+
+    Raises:
+        LoweringError: An implementation cannot be traced.
+        ImplementationContractError: An implementation breaks its op's contract.
+    """
+    _give_values(module, example_inputs)
+    for stage in (PrePass(ir_op_priority), PostPass(ir_op_priority)):
+        for each in reversed(list(module.modules())):
+            if isinstance(each, GraphModule):
+                stage(each.graph, inference and each is module)
+    for each in module.modules():
+        if isinstance(each, GraphModule):
+            each.recompile()
+    return module
+
+
+def _give_values(module: GraphModule, example_inputs: Sequence[Any]) -> None:
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    if all("val" in node.meta for node in nodes if node.op == "placeholder" or node.op == "call_function"):
+        return
+    mode = torch._guards.detect_fake_mode(list(example_inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in example_inputs]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)

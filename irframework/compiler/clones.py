@@ -1,0 +1,277 @@
+"""Makes in-place kernels overwrite copies, and takes away the copies that are proved needless.
+
+Owns `materialize` (functional form to kernel and copies) and `remove_copies` (the proof). Does not decide what the
+caller gave away: `functionalize.py` did, on the graph as the user wrote it, and left `donate` nodes.
+
+The proof, for a copy c of a value s. Let w be the first write to anything that may share memory with c. The copy is
+needless if
+* s has the copy's sizes and strides, and is made only of memory that the graph allocated (or that was donated);
+* nothing that may share memory with s is written after c;
+* nothing that may share memory with s is read at w or later, being returned included; values that are proved to
+  share no element with s do not count.
+If there is no w, the last rule is replaced by: not both c and s are returned, and s is no input if c is returned.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from irframework.compiler.aliasing import Access, Aliasing, disjoint
+from irframework.compiler.tracing import contiguous_strides, fake_like
+
+if TYPE_CHECKING:
+    from irframework.compiler.report import Report
+
+COPY = "irframework_copy"
+KERNEL = "irframework_kernel"
+GRANTED = "irframework_granted"
+
+_CLONE = torch.ops.aten.clone.default
+_HOP = torch.ops.higher_order.auto_functionalized
+
+
+def donate_op() -> torch._ops.OpOverload:
+    """`irframework::donate`: a copy of its argument, which is dead afterwards."""
+    op = torch.ops.irframework.donate.default
+    assert isinstance(op, torch._ops.OpOverload)
+    return op
+
+
+def mark_copy(node: Node, op: str, provider: str) -> None:
+    """Mark a node as made by lowering, for this implementation: only marked copies are ever removed."""
+    node.meta[COPY] = (op, provider)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """A copy that stays, and why."""
+
+    node: str
+    op: str
+    reason: str
+
+
+def materialize(graph: Graph, report: Report) -> None:
+    """Turn the functional form of each kernel call that lowering made into the kernel on copies of what it writes."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is _HOP and COPY in node.meta:
+            _materialize_one(graph, node, report)
+
+
+def _materialize_one(graph: Graph, node: Node, report: Report) -> None:
+    kernel = node.args[0]
+    assert isinstance(kernel, torch._ops.OpOverload)
+    schema = kernel._schema
+    arguments = dict(node.kwargs)
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    if not all(_is_dense(value) for name in written for value in _as_list(arguments.get(name))):
+        return  # a copy of a value with gaps has other strides: torch's own handling of the functional form is right
+    mutated: list[Any] = []
+    with graph.inserting_before(node):
+        for name in written:
+            copies = [_copy(graph, value, node, report) for value in _as_list(arguments[name])]
+            if isinstance(arguments[name], (list, tuple)):
+                arguments[name] = copies
+            elif copies:
+                arguments[name] = copies[0]
+            mutated.append(arguments[name])
+        call = graph.call_function(kernel, *_positional(schema, arguments))
+    returned = len(schema.returns)
+    value = node.meta["val"]
+    call.meta.update({key: item for key, item in node.meta.items() if key != COPY})
+    call.meta["val"] = None if returned == 0 else (value[0] if returned == 1 else tuple(value[:returned]))
+    call.meta[KERNEL] = node.meta[COPY]
+    first = max(returned, 1)
+    for user in list(node.users):
+        assert user.target is operator.getitem, "auto_functionalized is only read by its items"
+        index = user.args[1]
+        assert isinstance(index, int)
+        if index >= first:
+            _replace_item(graph, user, mutated[index - first])
+        elif returned == 1:
+            user.replace_all_uses_with(call)
+            graph.erase_node(user)
+        elif returned > 1:
+            user.args = (call, index)
+        else:
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _replace_item(graph: Graph, item: Node, value: Any) -> None:
+    if isinstance(value, Node):
+        item.replace_all_uses_with(value)
+    else:
+        for user in list(item.users):  # an item of an item: a list argument
+            index = user.args[1]
+            assert user.target is operator.getitem and isinstance(index, int)
+            user.replace_all_uses_with(value[index])
+            graph.erase_node(user)
+    graph.erase_node(item)
+
+
+def _as_list(value: Any) -> list[Node]:
+    if isinstance(value, Node):
+        return [value]
+    return [item for item in value if isinstance(item, Node)] if isinstance(value, (list, tuple)) else []
+
+
+def _is_dense(node: Node) -> bool:
+    """Whether `clone` keeps the strides, because the value has neither gaps nor overlaps."""
+    value = node.meta["val"]
+    if any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride())):
+        return bool(statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))))
+    step = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _copy(graph: Graph, source: Node, node: Node, report: Report) -> Node:
+    copy = graph.call_function(_CLONE, (source,))
+    copy.meta.update({key: item for key, item in node.meta.items() if key != "val"})
+    copy.meta["val"] = fake_like(source.meta["val"], source.meta["val"].fake_mode)
+    report.clones_inserted += 1
+    return copy
+
+
+def _positional(schema: torch._C.FunctionSchema, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in schema.arguments:
+        if argument.kwarg_only:
+            kwargs[argument.name] = arguments[argument.name]
+        else:
+            args.append(arguments[argument.name])
+    return tuple(args), kwargs
+
+
+def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
+    """Remove every marked copy that is proved needless, and every `donate` node.
+
+    Args:
+        graph: A lowered graph with fake values.
+        report: Gets the counts, and the reason for each copy that stays.
+        inference: False keeps all graph inputs as they are: autograd may still read them.
+    """
+    copies = [n for n in graph.nodes if n.op == "call_function" and n.target is _CLONE and COPY in n.meta]
+    donations = list(graph.find_nodes(op="call_function", target=donate_op()))
+    if not copies and not donations:
+        return
+    remover = _Remover(graph, Aliasing(graph), report)
+    for copy in copies:
+        reason = remover.reason_to_keep(copy, granted=False)
+        if reason is None:
+            remover.remove(copy)
+            report.clones_removed += 1
+        else:
+            report.kept_copies.append(KeptCopy(copy.name, copy.meta[COPY][0], reason))
+    for donation in donations:  # after the copies: until then, a donated value counts as memory of the graph
+        source = donation.args[0]
+        assert isinstance(source, Node)
+        reason = remover.reason_to_keep(donation, granted=inference)
+        if reason is None:
+            for root in remover.aliasing.roots(source):
+                root.meta[GRANTED] = True
+            remover.remove(donation)
+        else:
+            report.kept_copies.append(KeptCopy(donation.name, "donate", reason))
+            remover.keep_donation(donation)
+
+
+@dataclass(slots=True)
+class _Remover:
+    graph: Graph
+    aliasing: Aliasing
+    report: Report
+
+    def remove(self, copy: Node) -> None:
+        source = copy.args[0]
+        assert isinstance(source, Node)
+        self.aliasing.merge(copy, source)
+        self.aliasing.effects[copy].views = [source]  # what was found to be a view of the copy is one of the source
+        copy.replace_all_uses_with(source)
+        self.graph.erase_node(copy)
+
+    def keep_donation(self, donation: Node) -> None:
+        """A donation that cannot be used is the copy that it means."""
+        with self.graph.inserting_before(donation):
+            copy = self.graph.call_function(_CLONE, donation.args)
+        copy.meta.update(donation.meta)
+        donation.replace_all_uses_with(copy)
+        self.graph.erase_node(donation)
+
+    def reason_to_keep(self, copy: Node, granted: bool) -> str | None:
+        """None if the copy is proved needless; else what stands against it."""
+        aliasing = self.aliasing
+        source = copy.args[0]
+        assert isinstance(source, Node)
+        if not _same_layout(copy, source):
+            return f"{source.name} has another layout"
+        here = aliasing.position[copy]
+        if aliasing.find(copy) is aliasing.find(source):
+            return f"{source.name} may already share memory with it"
+        writes = [access.position for access in aliasing.writes(copy) if access.position > here]
+        if any(access.position > here for access in self._overlapping(aliasing.writes(source), source)):
+            return f"{source.name} is written later"
+        if not writes:
+            return self._reason_if_only_read(copy, source)
+        if reason := self._reason_not_owned(source, granted):
+            return reason
+        first = min(writes)
+        late = [access for access in self._overlapping(aliasing.reads(source), source) if access.position >= first]
+        if late:
+            reader = min(late, key=lambda access: access.position)
+            verb = "returned" if reader.node.op == "output" else f"read later by {reader.node.name}"
+            through = "" if reader.through is source else f" through {reader.through.name}"
+            return f"{source.name} is {verb}{through}"
+        return None
+
+    def _reason_if_only_read(self, copy: Node, source: Node) -> str | None:
+        if not self._returned(copy):
+            return None
+        if self._returned(source):
+            return f"{source.name} and the copy are both returned"
+        if any(member.op in ("placeholder", "get_attr") for member in self.aliasing.members(source)):
+            return f"{source.name} is an input and the copy is returned"
+        return None
+
+    def _reason_not_owned(self, source: Node, granted: bool) -> str | None:
+        """May the source be overwritten at all?"""
+        for root in self.aliasing.roots(source):
+            if root.op == "get_attr" or (root.op == "placeholder" and not granted):
+                return f"{root.name} belongs to the caller"
+        outside = [m for m in self.aliasing.members(source) if m.op in ("placeholder", "get_attr")]
+        if outside and not granted:
+            return f"{outside[0].name} belongs to the caller"
+        if len(outside) > 1:
+            return f"{outside[0].name} and {outside[1].name} share memory"
+        return None
+
+    def _returned(self, node: Node) -> bool:
+        return any(access.node.op == "output" for access in self.aliasing.reads(node))
+
+    def _overlapping(self, accesses: Iterable[Access], source: Node) -> list[Access]:
+        value = source.meta.get("val")
+        return [access for access in accesses if not disjoint(access.through.meta.get("val"), value)]
+
+
+def _same_layout(copy: Node, source: Node) -> bool:
+    a, b = copy.meta["val"], source.meta["val"]
+    if a.dtype != b.dtype or a.device != b.device or len(a.shape) != len(b.shape):
+        return False
+    return bool(
+        statically_known_true(sym_eq(tuple(a.shape), tuple(b.shape)))
+        and statically_known_true(sym_eq(tuple(a.stride()), tuple(b.stride())))
+    )

@@ -1,0 +1,236 @@
+"""Turns `maybe_inplace` into its functional form before autograd, and finds uses after donation.
+
+Owns the decision what may be overwritten: it is taken here, on the graph as the user wrote it, because a later
+simplification can turn a donated copy into the caller's own tensor. A donated graph input becomes
+`default(donate(x), ..)`; a donated intermediate becomes a plain `default(x, ..)`, since the graph's own memory may be
+reused anyway wherever that is proved. Does not reuse memory: `clones.py` does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from irframework.compiler import guards
+from irframework.compiler.aliasing import disjoint, storage_of
+from irframework.compiler.clones import donate_op
+from irframework.compiler.report import Donation, Report, source_line
+from irframework.errors import DonationError
+from irframework.op import IrOp, op_of
+
+# Torch functions and methods that may return a view and read nothing of what they are given.
+_VIEWS = frozenset(
+    """
+    alias as_strided chunk contiguous detach diagonal expand expand_as flatten getattr getitem __getitem__ hsplit imag
+    mH mT movedim moveaxis narrow permute ravel real reshape reshape_as select slice split split_with_sizes squeeze
+    swapaxes swapdims t T tensor_split to transpose type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze
+    view view_as vsplit dsplit float half double bfloat16 cpu cuda type
+    """.split()
+)
+# They look at sizes only.
+_METADATA = frozenset(
+    """
+    size shape stride dim ndim numel storage_offset is_contiguous dtype device layout requires_grad __len__ len
+    sym_size sym_stride sym_numel sym_storage_offset is_floating_point is_complex element_size nelement data_ptr
+    """.split()
+)
+
+
+def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> bool:
+    """Rewrite every `maybe_inplace` node of a pre-grad graph; subgraphs too.
+
+    Args:
+        graph: A graph of torch functions, as Dynamo makes it, with `example_value` (or `val`) on its nodes.
+        report: Gets what was donated.
+        donate_inputs: False: graph inputs are never overwritten.
+
+    Returns:
+        Whether the graph holds IR ops (also in subgraphs).
+
+    Raises:
+        DonationError: A tensor, or something that shares its memory, is used after it was donated.
+    """
+    holds_ir_ops = False
+    donated_inputs: list[Node] = []
+    uses: _Uses | None = None
+    for node in list(graph.nodes):
+        found = op_of(node.target) if node.op == "call_function" else None
+        if found is None:
+            continue
+        holds_ir_ops = True
+        op, is_inplace = found
+        if not is_inplace:
+            continue
+        uses = uses or _Uses(graph)
+        donated_inputs += _rewrite(graph, node, op, uses, report, donate_inputs)
+    if donated_inputs:
+        guards.inputs_stay_apart(graph, donated_inputs)
+    for module in _submodules(graph):
+        # the body of a branch or checkpoint: what it is given belongs to the graph around it
+        holds_ir_ops |= functionalize(module.graph, report, donate_inputs=False)
+        module.recompile()
+    return holds_ir_ops
+
+
+def _submodules(graph: Graph) -> Iterator[GraphModule]:
+    owner = graph.owning_module
+    for name in dict.fromkeys(node.target for node in graph.find_nodes(op="get_attr")):
+        module = getattr(owner, str(name), None)
+        if isinstance(module, GraphModule):
+            yield module
+
+
+def _rewrite(graph: Graph, node: Node, op: IrOp, uses: _Uses, report: Report, donate_inputs: bool) -> list[Node]:
+    names = list(op.signature.parameters)
+    arguments = list(op.bind(node.args, node.kwargs))
+    inputs: list[Node] = []
+    for index, name in enumerate(names):
+        argument = arguments[index]
+        if name not in op.activations or not isinstance(argument, Node):
+            continue
+        uses.check_not_used_later(node, op, name, argument)
+        placeholder, reason = uses.donatable_input(node, argument) if donate_inputs else (None, "not donatable here")
+        if placeholder is not None:
+            with graph.inserting_before(node):
+                arguments[index] = donation = graph.call_function(donate_op(), (argument,))
+            donation.meta.update(argument.meta)
+            donation.stack_trace = node.stack_trace
+            _forget_identity(donation)
+            inputs.append(placeholder)
+        kind = "input" if placeholder is not None else ("kept" if reason else "intermediate")
+        report.donated.append(Donation(op.name, name, argument.name, kind, reason))
+    with graph.inserting_before(node):
+        new = graph.call_function(op.torch_op, tuple(arguments))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return inputs
+
+
+def _forget_identity(donation: Node) -> None:
+    """The donation is a new value: its fake tensor must not say that it is the argument."""
+    for key in ("example_value", "val"):
+        value = donation.meta.get(key)
+        if isinstance(value, torch.Tensor):
+            mode = getattr(value, "fake_mode", None)
+            if mode is None:
+                del donation.meta[key]
+                continue
+            with mode, torch.no_grad():
+                donation.meta[key] = torch.empty_like(value)
+    donation.meta.pop("grapharg", None)
+
+
+def _value(node: Node) -> object:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1]
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _may_write(node: Node) -> bool:
+    """Could the node overwrite what it is given? (Only a hint, to be on the safe side.)"""
+    if node.op == "call_module":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    name = _name(node)
+    in_place = name.endswith("_") and not name.startswith("__")
+    return in_place or "out" in node.kwargs or name in ("setitem", "__setitem__") or hasattr(operator, "__i" + name[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    position: int
+    node: Node
+    through: Node
+
+
+class _Uses:
+    """Who touches which storage in a pre-grad graph, by position."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.position = {node: position for position, node in enumerate(graph.nodes)}
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self._touches: dict[int, list[_Use]] = {}
+        for node, position in self.position.items():
+            for source in node.all_input_nodes:
+                for tensor in _tensors(_value(source)):
+                    storage = storage_of(tensor)
+                    if storage is not None:
+                        self._touches.setdefault(storage, []).append(_Use(position, node, source))
+
+    def check_not_used_later(self, call: Node, op: IrOp, argument: str, donated: Node) -> None:
+        value = _value(donated)
+        storage = storage_of(value)
+        if storage is None:
+            return
+        for use in self._touches.get(storage, ()):
+            if use.position <= self.position[call] or self._only_looks(use, storage):
+                continue
+            if all(storage_of(t) != storage or disjoint(t, value) for t in _tensors(_value(use.through))):
+                continue
+            verb = "returned" if use.node.op == "output" else f"used by {_name(use.node)!r} (node {use.node.name})"
+            through = "" if use.through is donated else f" through {use.through.name!r}, which shares its memory,"
+            raise DonationError(
+                f"{donated.name!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
+                f"{verb}{through} afterwards. A donated tensor may have been overwritten: use the op's result, or "
+                f"call {op.name} itself instead of its maybe_inplace.\n"
+                f"  donated at: {source_line(call) or 'unknown'}\n"
+                f"  used at:    {source_line(use.node) or 'unknown'}"
+            )
+
+    def _only_looks(self, use: _Use, storage: int) -> bool:
+        name = _name(use.node)
+        if use.node.op == "output":
+            return False
+        if name in _METADATA and not any(True for _ in _tensors(_value(use.node))):
+            return True
+        target = use.node.target
+        if isinstance(target, torch._ops.OpOverload):
+            viewing = any(item.alias_info is not None for item in target._schema.returns)
+            return viewing and not target._schema.is_mutable
+        results = list(_tensors(_value(use.node)))
+        return name in _VIEWS and bool(results) and all(storage_of(result) == storage for result in results)
+
+    def donatable_input(self, call: Node, donated: Node) -> tuple[Node | None, str | None]:
+        """The graph input that the donated value is (a view of), if it may be overwritten; else why it may not."""
+        storage = storage_of(_value(donated))
+        if storage is None:
+            return None, "its storage is not known"
+        owners = [p for p in self.inputs if any(storage_of(tensor) == storage for tensor in _tensors(_value(p)))]
+        if not owners:
+            return None, None
+        owner = owners[0]
+        value = _value(owner)
+        if len(owners) > 1:
+            return None, f"inputs {owners[0].name} and {owners[1].name} share memory"
+        if not guards.has_source(owner):
+            return None, "nothing would notice if another input came to share its memory"
+        if isinstance(value, torch.nn.Parameter):
+            return None, f"{owner.name} is a parameter"
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return None, f"{owner.name} requires a gradient"
+        before = self.position[call]
+        if any(use.position < before and _may_write(use.node) for use in self._touches.get(storage, ())):
+            return None, f"{owner.name} is written before"
+        return owner, None

@@ -1,0 +1,126 @@
+"""What makes Dynamo compile again: a changed choice of kernels, and donated inputs that come to share memory.
+
+Owns the guards, and the first moment at which the framework learns that an IR op is being compiled. Does not own the
+priorities it watches.
+
+Private torch APIs, read in 2.11 and 2.13: `torch._guards.TracingContext` and `Guard`,
+`_dynamo.source.GlobalStateSource`, `_dynamo_source` on placeholders; the guard builder itself is met in `hooks.py`.
+torch's own `StorageOverlap` guard cannot be used: it compares offsets and takes for granted that all of its tensors
+share one storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import Guard, TracingContext
+from torch.fx import Graph, Node
+
+from irframework.priority import current_state, snapshot
+
+_MAX_STATES = 64
+_guard_of: weakref.WeakKeyDictionary[TracingContext, Guard] = weakref.WeakKeyDictionary()
+
+
+def on_traced(op: object) -> None:
+    """Called by the fake implementation of every IR op: fake implementations run also where the code that comes out
+    is taken from a cache, so this is where guards are set and passes are installed."""
+    from irframework.compiler import hooks
+
+    hooks.install()
+    watch_choices()
+
+
+def watch_choices() -> None:
+    """Let the compile that runs now be valid only while the same implementations would be chosen."""
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    guard = _guard_of.get(context)
+    if guard is None:
+        guard = _guard_of[context] = _priority_guard(context)
+    if guard not in context.guards_context.dynamo_guards.inner:  # Dynamo rolls guards back when it retries
+        context.guards_context.dynamo_guards.add(guard)
+
+
+def _priority_guard(context: TracingContext) -> Guard:
+    from torch._dynamo.source import GlobalStateSource
+
+    unchanged = _unchanged_choices()
+    reference = weakref.ref(context)
+
+    def create(builder: Any, guard: Guard) -> None:
+        from irframework.compiler import hooks, report
+
+        hooks.add_lambda_guard(builder, unchanged, "irframework: kernel priorities are unchanged", guard)
+        alive = reference()
+        if alive is not None:
+            report.close_compile(alive)
+
+    return Guard(GlobalStateSource(), create)
+
+
+def _unchanged_choices() -> Callable[[object], bool]:
+    """A test that the current context chooses as this one does, for all ops: one may hide behind a cached graph."""
+    expected = dict(snapshot("inductor"))
+    known: dict[object, bool] = {current_state(): True}
+
+    def unchanged(_scope: object) -> bool:
+        state = current_state()
+        answer = known.get(state)
+        if answer is None:
+            if len(known) >= _MAX_STATES:
+                known.clear()
+            now = snapshot("inductor")  # ops that were declared since then are in no graph compiled before
+            answer = known[state] = all(now.get(op) == digest for op, digest in expected.items())
+        return answer
+
+    return unchanged
+
+
+def has_source(placeholder: Node) -> bool:
+    """Whether Dynamo can look at this input again at the next call."""
+    return getattr(placeholder, "_dynamo_source", None) is not None and TracingContext.try_get() is not None
+
+
+def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
+    """Compile again when inputs overlap that do not overlap now: a donated input must share memory with no other.
+
+    Args:
+        graph: The pre-grad graph.
+        donated: The placeholders that will be overwritten; at compile time they share memory with no other input.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.source import GlobalStateSource
+
+    from irframework.compiler import hooks
+
+    given: list[str] = []
+    others: list[str] = []
+    for node in graph.find_nodes(op="placeholder"):
+        source = getattr(node, "_dynamo_source", None)
+        if source is not None and isinstance(node.meta.get("example_value"), torch.Tensor):
+            (given if node in donated else others).append(hooks.name_of(source))
+
+    def create(builder: Any, guard: Guard) -> None:
+        hooks.add_expression_guard(
+            builder,
+            f"___irframework_apart(({', '.join(given)},), ({', '.join(others)}{',' if others else ''}))",
+            "irframework: donated inputs share memory with no other input",
+            {"___irframework_apart": _apart},
+        )
+
+    context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
+
+
+def _apart(given: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
+    """Whether no given tensor shares storage with another tensor."""
+    alias = torch._C._is_alias_of
+    return not any(
+        alias(tensor, other) for index, tensor in enumerate(given) for other in (*given[index + 1 :], *others)
+    )

@@ -1,0 +1,157 @@
+"""Puts a traced graph in the place of one node.
+
+Owns the copying of nodes, their metadata and their constants. Does not trace or decide what is inlined.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from irframework.compiler.aliasing import storage_of
+from irframework.compiler.tracing import fake_like
+
+_KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
+
+
+@dataclass(slots=True)
+class Template:
+    """A traced graph to be inlined many times.
+
+    Attributes:
+        module: The graph; returns a tuple.
+        dynamic: Which arguments of the call its placeholders stand for.
+        mode: The fake mode of its values.
+        used: Whether its own fake tensors were given to a copy already; each later copy gets storages of its own,
+            or an analysis on storages would take the copies for aliases of each other.
+    """
+
+    module: GraphModule
+    dynamic: tuple[int, ...]
+    mode: FakeTensorMode
+    used: bool = False
+    attributes: dict[str, str] = field(default_factory=dict)
+
+
+def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any]) -> list[Node]:
+    """Replace `node` by a copy of the template for these arguments.
+
+    Returns:
+        The new nodes, in order.
+    """
+    values = iter(template.dynamic)
+    copies: dict[Node, Any] = {}
+    fakes = _Fakes(template)
+    inserted: list[Node] = []
+    results: Sequence[Any] = ()
+    kept = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+    with graph.inserting_before(node):
+        for inner in template.module.graph.nodes:
+            if inner.op == "placeholder":
+                copies[inner] = arguments[next(values)]
+                if isinstance(copies[inner], Node):
+                    fakes.bind(inner, copies[inner])
+                continue
+            if inner.op == "output":
+                results = [copies[output] for output in inner.args[0]]
+                continue
+            if inner.op == "get_attr":
+                copies[inner] = new = graph.get_attr(_share_attribute(graph, template, inner.target))
+            else:
+                args = map_arg(inner.args, lambda n: copies[n])
+                kwargs = map_arg(inner.kwargs, lambda n: copies[n])
+                copies[inner] = new = graph.create_node(inner.op, inner.target, args, kwargs)
+            new.meta.update(kept)
+            new.meta.update({key: value for key, value in inner.meta.items() if key.startswith("irframework")})
+            if "val" in inner.meta:
+                new.meta["val"] = fakes.copy(inner, new)
+            inserted.append(new)
+    template.used = True
+    _replace(graph, node, results)
+    return inserted
+
+
+def _replace(graph: Graph, node: Node, results: Sequence[Node]) -> None:
+    """Let every user of `node` read the results, also users that take the whole tuple."""
+    if not isinstance(node.meta["val"], (tuple, list)):
+        node.replace_all_uses_with(results[0])
+        graph.erase_node(node)
+        return
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            graph.erase_node(user)
+        else:
+            user.args = _with_tuple(user.args, node, tuple(results))
+            user.kwargs = _with_tuple(user.kwargs, node, tuple(results))
+    graph.erase_node(node)
+
+
+def _with_tuple(argument: Any, node: Node, results: tuple[Node, ...]) -> Any:
+    if argument is node:
+        return results
+    if isinstance(argument, (tuple, list)):
+        return type(argument)(_with_tuple(item, node, results) for item in argument)
+    if isinstance(argument, dict):
+        return {key: _with_tuple(item, node, results) for key, item in argument.items()}
+    return argument
+
+
+def _share_attribute(graph: Graph, template: Template, target: str) -> str:
+    """Give the graph's module the constant or subgraph that the trace holds; one name for all copies."""
+    if target not in template.attributes:
+        owner = graph.owning_module
+        assert owner is not None
+        name = f"_lowered_{target.replace('.', '_')}"
+        number = 0
+        while hasattr(owner, f"{name}_{number}"):
+            number += 1
+        value = template.module
+        for part in target.split("."):
+            value = getattr(value, part)
+        setattr(owner, f"{name}_{number}", value)
+        template.attributes[target] = f"{name}_{number}"
+    return template.attributes[target]
+
+
+class _Fakes:
+    """Makes the fake values of one copy: what shares storage in the trace shares storage in the copy, and no more."""
+
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._known: set[int | None] = set()
+
+    def bind(self, placeholder: Node, argument: Node) -> None:
+        self._known.add(storage_of(placeholder.meta["val"]))
+
+    def copy(self, inner: Node, new: Node) -> Any:
+        value = inner.meta["val"]
+        if inner.target is operator.getitem:
+            return new.args[0].meta["val"][new.args[1]]  # type: ignore[union-attr, index]
+        if isinstance(value, (tuple, list)):
+            if any(storage_of(item) in self._known for item in value if isinstance(item, torch.Tensor)):
+                return self._run(new)
+            return type(value)(self._one(item) for item in value)
+        if isinstance(value, torch.Tensor) and storage_of(value) in self._known:
+            return self._run(new)
+        return self._one(value)
+
+    def _one(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        self._known.add(storage_of(value))
+        return fake_like(value, self._template.mode) if self._template.used else value
+
+    def _run(self, new: Node) -> Any:
+        """A view: let the op itself say what it is a view of."""
+        args = map_arg(new.args, lambda n: n.meta["val"])
+        kwargs = map_arg(new.kwargs, lambda n: n.meta["val"])
+        with self._template.mode, torch.no_grad():
+            return new.target(*args, **kwargs)  # type: ignore[operator]

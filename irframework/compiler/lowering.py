@@ -1,0 +1,321 @@
+"""Replaces IR ops in a graph by the implementations that dispatch chooses for them.
+
+Owns the lowering pass: decide on fake tensors, trace once per distinct call, inline the trace, check what it returns.
+Does not decide (`dispatch.py`), trace (`tracing.py`) or remove the copies it inserts (`clones.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.fx.node import map_arg
+
+from irframework.compiler.aliasing import Aliasing, storage_of
+from irframework.compiler.clones import COPY, mark_copy
+from irframework.compiler.inlining import Template, inline
+from irframework.compiler.report import Report, location
+from irframework.compiler.tracing import contiguous_strides, fake_like, trace
+from irframework.dispatch import resolve
+from irframework.errors import ImplementationContractError, IrError, LoweringError
+from irframework.op import IrOp, op_of
+
+if TYPE_CHECKING:
+    from irframework.impl import IrOpImpl
+
+logger = logging.getLogger(__name__)
+
+_MAX_DEPTH = 32
+_CHAIN = "irframework_chain"
+_named_once: set[tuple[str, str, str]] = set()
+
+
+@dataclass(slots=True)
+class Lowering:
+    """A pass that lowers the IR ops of a graph.
+
+    Attributes:
+        inplace: True lowers everything that is left, False leaves ops whose implementation works in place for later:
+            until Inductor's simplifications have run, its copies are not safe from them.
+        selected_impls: {op: {node: provider}} of what this pass lowered last.
+    """
+
+    inplace: bool
+    selected_impls: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The pass's name in reports and in `IRFRAMEWORK_DISABLE_PASSES`."""
+        return "lower_inplace" if self.inplace else "lower_functional"
+
+    def __call__(self, graph: Graph, report: Report) -> None:
+        """Lower `graph` in place.
+
+        Raises:
+            LoweringError: An implementation cannot be traced, or calls itself for ever.
+            ImplementationContractError: It returns or overwrites what its op does not allow.
+        """
+        self.selected_impls = {}
+        run = _Run(self, graph, report)
+        for node in list(graph.nodes):
+            if node.op == "call_function" and op_of(node.target) is not None:
+                run.lower(node)
+        report.add_selected(self.selected_impls)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run over one graph; templates are shared by the calls of this graph only."""
+
+    settings: Lowering
+    graph: Graph
+    report: Report
+    templates: dict[tuple[object, ...], Template] = field(default_factory=dict)
+
+    def lower(self, node: Node) -> None:
+        todo = [node]
+        while todo:
+            current = todo.pop()
+            todo += reversed(self._lower_one(current))
+
+    def _lower_one(self, node: Node) -> list[Node]:
+        """Lower one node; return the IR ops that its implementation brought in."""
+        found = op_of(node.target)
+        assert found is not None
+        op = found[0]
+        arguments = op.bind(node.args, node.kwargs)
+        values = _values(arguments)
+        decision = resolve(op, values, mode="inductor")
+        if decision.impl.inplace:
+            if not self.settings.inplace:
+                return []
+            arguments = self._contiguous_activations(node, op, arguments)
+            values = _values(arguments)
+        chain = self._extend_chain(node, op, decision.impl)
+        key = (op.name, decision.provider, *(_argument_key(value) for value in values))
+        template = self.templates.get(key)
+        if template is None:
+            template = self.templates[key] = _make_template(op, decision.impl, values, node)
+        self.settings.selected_impls.setdefault(op.name, {})[node.name] = decision.provider
+        self.report.decisions[node.name] = decision
+        inserted = inline(self.graph, node, template, arguments)
+        self.report.clones_inserted += sum(COPY in new.meta and new.target is _CLONE for new in inserted)
+        nested = [new for new in inserted if new.op == "call_function" and op_of(new.target) is not None]
+        for new in nested:
+            new.meta[_CHAIN] = chain
+        return nested
+
+    def _contiguous_activations(self, node: Node, op: IrOp, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An in-place implementation is given contiguous activations, as in eager mode."""
+        changed = list(arguments)
+        for index, name in enumerate(op.signature.parameters):
+            argument = changed[index]
+            if name not in op.activations or not isinstance(argument, Node):
+                continue
+            value = argument.meta["val"]
+            if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
+                with self.graph.inserting_before(node):
+                    copy = self.graph.call_function(_CLONE, (argument,), {"memory_format": torch.contiguous_format})
+                with value.fake_mode, torch.no_grad():
+                    copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
+                copy.stack_trace = node.stack_trace
+                changed[index] = copy
+        return tuple(changed)
+
+    def _extend_chain(self, node: Node, op: IrOp, impl: IrOpImpl) -> tuple[str, ...]:
+        chain: tuple[str, ...] = (*node.meta.get(_CHAIN, ()), f"{op.name}:{impl.provider}")
+        if len(chain) > _MAX_DEPTH:
+            raise LoweringError(
+                f"Implementations call each other without end: {' -> '.join(chain[-4:])} -> ... "
+                f"Give one of these ops another provider, or let {impl.provider!r} ({impl.source}) call torch ops."
+            )
+        return chain
+
+
+_CLONE = torch.ops.aten.clone.default
+
+
+def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    values: tuple[Any, ...] = map_arg(arguments, lambda argument: argument.meta["val"])
+    return values
+
+
+def _argument_key(value: object) -> object:
+    """What of an argument a trace may depend on."""
+    if isinstance(value, torch.Tensor):
+        numbers = (*value.shape, -1, *value.stride(), value.storage_offset())
+        return (value.dtype, value.device, value.layout, tuple(map(_number_key, numbers)))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_argument_key, value))
+    return _number_key(value)
+
+
+def _number_key(value: object) -> object:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("symbolic", value.node.expr)
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value), repr(value) if isinstance(value, float) else value)  # nan, and 0.0 beside -0.0
+
+
+def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) -> Template:
+    """Trace the implementation for these arguments and check what it does."""
+    mode = _fake_mode(values, node)
+    fresh = [fake_like(value, mode) if isinstance(value, torch.Tensor) else value for value in values]
+    try:
+        traced = trace(lambda *given: impl.apply(given), fresh, mode)
+    except IrError:
+        raise
+    except Exception as error:
+        raise LoweringError(
+            f"{_title(impl)} failed while being traced for {_describe(op, values)}: "
+            f"{type(error).__name__}: {error}{location(node)}"
+        ) from error
+    contract = _Contract(op, impl, node)
+    contract.check_writes(traced.written)
+    graph = traced.module.graph
+    graph.eliminate_dead_code()
+    aliasing = Aliasing(graph)
+    (outputs,) = graph.output_node().args
+    expected = node.meta["val"]
+    contract.check_count(len(outputs), expected, traced.is_tuple)
+    for inner in graph.nodes:
+        contract.check_effects(inner, aliasing)
+        if inner.target is torch.ops.higher_order.auto_functionalized:
+            mark_copy(inner, op.name, impl.provider)
+    wanted = expected if isinstance(expected, (tuple, list)) else (expected,)
+    finished: list[Node] = []
+    for index, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
+        finished.append(_finish_output(graph, aliasing, output, outputs[:index], contract, index, want, mode))
+    graph.output_node().args = (tuple(finished),)
+    return Template(traced.module, traced.dynamic, mode)
+
+
+def _finish_output(
+    graph: Graph,
+    aliasing: Aliasing,
+    output: Node,
+    before: Sequence[Node],
+    contract: _Contract,
+    index: int,
+    want: torch.Tensor,
+    mode: FakeTensorMode,
+) -> Node:
+    """Give an output the layout and the independence that its op promises."""
+    got = output.meta["val"]
+    contract.check_output(index, got, want)
+    same_layout = statically_known_true(sym_eq(tuple(got.stride()), tuple(want.stride())))
+    borrowed = any(root.op in ("placeholder", "get_attr") for root in aliasing.roots(output))
+    twice = any(aliasing.find(output) is aliasing.find(other) for other in before)
+    if same_layout and not borrowed and not twice:
+        return output
+    with graph.inserting_before(graph.output_node()):
+        if same_layout:
+            copy = graph.call_function(_CLONE, (output,))
+            mark_copy(copy, contract.op.name, contract.impl.provider)
+        else:
+            contract.name_layout(index, got, want)
+            copy = graph.call_function(_CLONE, (output,), {"memory_format": torch.contiguous_format})
+    copy.meta["val"] = fake_like(want, mode)
+    return copy
+
+
+def _fake_mode(values: Sequence[Any], node: Node) -> FakeTensorMode:
+    results = node.meta["val"]
+    for value in (*values, *(results if isinstance(results, (tuple, list)) else (results,))):
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise LoweringError(f"Node {node.name} has no fake tensors: run fake tensor propagation before lowering.")
+
+
+def _title(impl: IrOpImpl) -> str:
+    return impl.described[0].upper() + impl.described[1:]
+
+
+def _describe(op: IrOp, values: Sequence[Any]) -> str:
+    parts = []
+    for name, value in zip(op.signature.parameters, values, strict=False):
+        parts.append(f"{name}={_short(value) if isinstance(value, torch.Tensor) else value!r}")
+    return f"{op.name}({', '.join(parts)})"
+
+
+def _short(value: torch.Tensor) -> str:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}) on {value.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Contract:
+    """What an implementation must keep to, with the words to say so."""
+
+    op: IrOp
+    impl: IrOpImpl
+    node: Node
+
+    def _fail(self, what: str, advice: str) -> ImplementationContractError:
+        return ImplementationContractError(f"{_title(self.impl)} {what}. {advice}{location(self.node)}")
+
+    def check_writes(self, written: Sequence[int]) -> None:
+        """Only an in-place implementation may write, and only to what a caller can give away."""
+        names = list(self.op.signature.parameters)
+        for index in written:
+            if not self.impl.inplace:
+                raise self._fail(
+                    f"overwrites its argument {names[index]!r}",
+                    "Register it with inplace=True, or let it write to a tensor of its own.",
+                )
+            if names[index] not in self.op.activations:
+                raise self._fail(
+                    f"overwrites its argument {names[index]!r}, which is no activation of the op",
+                    f"Only {', '.join(map(repr, self.op.activations))} may be overwritten.",
+                )
+
+    def check_effects(self, node: Node, aliasing: Aliasing) -> None:
+        """A trace must be functional: what it writes to could be anybody's."""
+        if aliasing.effects[node].writes:
+            raise self._fail(
+                f"calls {node.target}, whose writes cannot be made functional",
+                "Wrap the kernel in a custom op whose schema names what it mutates and which returns no alias.",
+            )
+        if node.target is torch.ops.higher_order.auto_functionalized:
+            target: Any = node.args[0]
+            for argument in target._schema.arguments:
+                value = node.kwargs.get(argument.name)
+                if argument.alias_info is not None and isinstance(value, Node) and value.op == "get_attr":
+                    raise self._fail(
+                        f"calls {target}, which writes to a tensor that the implementation closes over",
+                        "Let it allocate its work space, or pass it in as an argument.",
+                    )
+
+    def check_count(self, count: int, expected: object, is_tuple: bool) -> None:
+        """As many tensors as native returns, and a tuple exactly where native returns one."""
+        want = len(expected) if isinstance(expected, (tuple, list)) else 1
+        if count != want or is_tuple != isinstance(expected, (tuple, list)):
+            kind = f"a tuple of {count} tensors" if is_tuple else "one tensor"
+            wanted = f"a tuple of {want} tensors" if isinstance(expected, (tuple, list)) else "one tensor"
+            raise self._fail(f"returns {kind}", f"The op returns {wanted}.")
+
+    def check_output(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Same dtype, device and shape as the op's fake implementation says."""
+        same = got.dtype == want.dtype and got.device == want.device and len(got.shape) == len(want.shape)
+        if not same or not statically_known_true(sym_eq(tuple(got.shape), tuple(want.shape))):
+            raise self._fail(f"returns {_short(got)} as output {index}", f"The op returns {_short(want)}.")
+
+    def name_layout(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Say once that an output had to be copied into the layout the op promises."""
+        once = (self.op.name, self.impl.provider, str(index))
+        if once not in _named_once:
+            _named_once.add(once)
+            logger.warning(
+                "%s returns output %d with strides %s where the op promises %s: a copy repairs it.",
+                _title(self.impl), index, tuple(got.stride()), tuple(want.stride()),
+            )  # fmt: skip

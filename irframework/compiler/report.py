@@ -1,0 +1,235 @@
+"""What one compile did: which kernel runs where, what was fused, donated, copied, and how long the passes took.
+
+Owns the report's data, its text, and which report is the last one. Does not run passes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Graph, Node
+
+if TYPE_CHECKING:
+    from irframework.compiler.clones import KeptCopy
+    from irframework.decision import Decision
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """One tensor that a caller gave away.
+
+    Attributes:
+        op: The op it was given to.
+        argument: The op's parameter.
+        node: The value, by its name in the graph as the user wrote it.
+        kind: `input` (may be overwritten), `intermediate` (the graph's own memory anyway) or `kept` (see `reason`).
+        reason: Why a graph input is not overwritten; None otherwise.
+    """
+
+    op: str
+    argument: str
+    node: str
+    kind: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MissedFusion:
+    """A place where a fused op nearly fitted."""
+
+    op: str
+    node: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Report:
+    """The report of one compiled graph (forward and backward of one training graph share one).
+
+    Attributes:
+        selected_impls: {op: {node: provider}}.
+        decisions: {node: Decision}.
+        fusions: {op: how often}.
+        missed_fusions: Near misses with their reasons.
+        donated: What callers gave away, as far as the pre-grad pass saw it.
+        clones_inserted: Copies that lowering made so that in-place kernels have something to overwrite.
+        clones_removed: How many of them were proved needless.
+        kept_copies: The others, each with the reader that keeps it.
+        graphs: {stage: text}, each stage that changed the graph, in order.
+        timings: {stage: seconds}.
+        from_cache: True if the compiled code came from a cache, so that no pass ran and the rest is empty.
+    """
+
+    selected_impls: dict[str, dict[str, str]] = field(default_factory=dict)
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    fusions: dict[str, int] = field(default_factory=dict)
+    missed_fusions: list[MissedFusion] = field(default_factory=list)
+    donated: list[Donation] = field(default_factory=list)
+    clones_inserted: int = 0
+    clones_removed: int = 0
+    kept_copies: list[KeptCopy] = field(default_factory=list)
+    graphs: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    from_cache: bool = False
+
+    def add_selected(self, selected: dict[str, dict[str, str]]) -> None:
+        """Add what one lowering pass chose."""
+        for op, nodes in selected.items():
+            self.selected_impls.setdefault(op, {}).update(nodes)
+
+    def add_graph(self, stage: str, graph: Graph) -> None:
+        """Keep the graph's text as it is after a stage; a second graph of the compile gets a number."""
+        number, key = 1, stage
+        while key in self.graphs:
+            number += 1
+            key = f"{stage} #{number}"
+        self.graphs[key] = graph_text(graph)
+
+    def add_time(self, stage: str, seconds: float) -> None:
+        """Add to the time of a stage."""
+        self.timings[stage] = self.timings.get(stage, 0.0) + seconds
+
+    def summary(self) -> str:
+        """One line: ops with their providers, fusions, copies, milliseconds."""
+        if self.from_cache:
+            return "compiled from cache; passes not run"
+        ops = []
+        for op, nodes in sorted(self.selected_impls.items()):
+            counts = Counter(nodes.values())
+            ops.append(f"{op} " + "+".join(f"{count}x{provider}" for provider, count in sorted(counts.items())))
+        fused = ", ".join(f"{count}x{op}" for op, count in sorted(self.fusions.items()))
+        parts = [
+            f"lowered {', '.join(ops) or 'nothing'}",
+            f"fused {fused or 'nothing'}",
+            f"copies {self.clones_inserted} inserted, {self.clones_removed} removed",
+            f"{1e3 * sum(self.timings.values()):.1f} ms",
+        ]
+        return "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, without the graphs."""
+        return {
+            "selected_impls": self.selected_impls,
+            "decisions": {node: decision.to_dict() for node, decision in self.decisions.items()},
+            "fusions": self.fusions,
+            "missed_fusions": [{"op": m.op, "node": m.node, "reason": m.reason} for m in self.missed_fusions],
+            "donated": [{"op": d.op, "argument": d.argument, "kind": d.kind, "reason": d.reason} for d in self.donated],
+            "clones_inserted": self.clones_inserted,
+            "clones_removed": self.clones_removed,
+            "kept_copies": [{"node": k.node, "op": k.op, "reason": k.reason} for k in self.kept_copies],
+            "timings": self.timings,
+            "from_cache": self.from_cache,
+        }
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+_lock = threading.Lock()
+_by_context: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+_last: Report | None = None
+
+
+def last_report() -> Report | None:
+    """The report of the most recent compile that met an IR op, in any thread; None before the first one."""
+    return _last
+
+
+def current_report(*, create: bool = True) -> Report | None:
+    """The report of the compile that runs now: passes of one Dynamo compile share one.
+
+    Args:
+        create: Make a report if this compile has none yet.
+    """
+    global _last
+    context = torch._guards.TracingContext.try_get()
+    with _lock:
+        report = _by_context.get(context) if context is not None else None
+        if report is None and create:
+            report = Report()
+            if context is not None:
+                _by_context[context] = report
+        if report is not None and create:
+            _last = report
+        return report
+
+
+def close_compile(context: object) -> None:
+    """Called when Dynamo has finished a compile that traced IR ops: if no pass ran, it came from a cache."""
+    global _last
+    with _lock:
+        report = _by_context.get(context)
+        if report is None or not (report.timings.keys() - {"functionalize"}):
+            report = report or Report()
+            report.from_cache = True
+            _by_context[context] = report
+            _last = report
+    logger.info("%s", report.summary())
+
+
+def location(node: Node) -> str:
+    """The source line that made a node, as the end of a sentence: ` (at FILE:LINE: CODE)`, or nothing."""
+    line = source_line(node)
+    return f" (at {line})" if line else ""
+
+
+def source_line(node: Node) -> str:
+    """`FILE:LINE, in NAME: CODE` of the innermost frame of the user's code that made a node; empty if not known."""
+    trace = node.meta.get("stack_trace") or node.stack_trace
+    if not trace:
+        return ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("File "):
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{lines[index].removeprefix('File ')}: {code}".rstrip(": ")
+    return lines[-1]
+
+
+def graph_text(graph: Graph) -> str:
+    """The graph as one assignment a line, with dtype, shape and strides."""
+    return "\n".join(_node_text(node) for node in graph.nodes)
+
+
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64",
+    torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+}  # fmt: skip
+
+
+def _type_text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        shape = ", ".join(map(str, value.shape))
+        if value.layout is not torch.strided:
+            return f"{dtype}[{shape}]"
+        return f"{dtype}[{shape}][{', '.join(map(str, value.stride()))}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_type_text, value))})"
+    return type(value).__name__ if value is not None else ""
+
+
+def _node_text(node: Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    type_text = _type_text(node.meta.get("val", node.meta.get("example_value")))
+    left = f"{node.name}: {type_text}" if type_text else node.name
+    if node.op == "placeholder":
+        return f"{left} = input"
+    if node.op == "get_attr":
+        return f"{left} = self.{node.target}"
+    arguments = [str(argument) for argument in node.args] + [f"{key}={value}" for key, value in node.kwargs.items()]
+    name = getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = str(node.target)
+    return f"{left} = {name}({', '.join(arguments)})"
+
+

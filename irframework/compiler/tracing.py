@@ -1,0 +1,137 @@
+"""Turns a Python function over tensors into a functional graph of torch ops.
+
+Owns the one call to `make_fx`, functionalization of what is traced, and the making of fake tensors. Does not know IR
+ops, implementations or graphs that something is inlined into.
+
+Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its mode,
+`torch._functionalize_has_data_mutation`, `_inductor.decomposition.select_decomp_table`,
+`_inductor.config.enable_auto_functionalized_v2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A function as a functional graph.
+
+    Attributes:
+        module: The graph; its placeholders are the tensor and symbolic arguments, in order. It always returns a tuple.
+        dynamic: Positions of the arguments that are placeholders; all others are constants inside the graph.
+        written: Positions of tensor arguments that the function overwrote. The graph returns what it would have left
+            there only where the function returns it; it never writes to a placeholder.
+        is_tuple: Whether the function returned a tuple or list, not one tensor.
+    """
+
+    module: GraphModule
+    dynamic: tuple[int, ...]
+    written: tuple[int, ...]
+    is_tuple: bool
+
+
+def _is_dynamic(argument: object) -> bool:
+    return isinstance(argument, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> Trace:
+    """Trace `function` over fake tensors with Inductor's decompositions.
+
+    Mutations become functional: of torch ops by their functional forms, of custom ops by the higher-order op
+    `auto_functionalized`. Ops without a decomposition, IR ops among them, stay single nodes.
+
+    Args:
+        function: Takes `arguments` by position; returns a tensor or a flat tuple of tensors.
+        arguments: Fake tensors of `mode`, symbolic numbers, and constants. Each tensor has storage of its own.
+        mode: The fake mode of the graph the trace is meant for.
+
+    Raises:
+        TypeError: The function returned something else than tensors.
+    """
+    dynamic = tuple(index for index, argument in enumerate(arguments) if _is_dynamic(argument))
+    written: list[int] = []
+    is_tuple = False
+
+    def functional(*values: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal is_tuple
+        written.clear()
+        full = list(arguments)
+        exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        with exclude, FunctionalTensorMode():
+            for index, value in zip(dynamic, values, strict=True):
+                full[index] = FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value
+            result = function(*full)
+            is_tuple = isinstance(result, (tuple, list))
+            outputs = tuple(_unwrap(value) for value in (result if is_tuple else (result,)))
+            for index in dynamic:
+                value = full[index]
+                if isinstance(value, FunctionalTensor):
+                    torch._sync(value)
+                    if torch._functionalize_has_data_mutation(value.elem):
+                        written.append(index)
+        return outputs
+
+    from torch._inductor import config as inductor_config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with ExitStack() as stack:
+        stack.enter_context(_use_lazy_graph_module(True))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch._dispatch.python.enable_python_dispatcher())
+        stack.enter_context(inductor_config.patch(enable_auto_functionalized_v2=False))
+        module = make_fx(
+            functional,
+            decomposition_table=select_decomp_table(),
+            tracing_mode="symbolic" if mode.shape_env is not None else "fake",
+            _allow_non_fake_inputs=True,
+        )(*(arguments[index] for index in dynamic))
+    return Trace(module, dynamic, tuple(written), is_tuple)
+
+
+def _unwrap(value: object) -> torch.Tensor:
+    if isinstance(value, FunctionalTensor):
+        torch._sync(value)
+        inner = torch._from_functional_tensor(value.elem)
+        assert isinstance(inner, torch.Tensor)
+        return inner
+    if isinstance(value, torch.Tensor):
+        return value
+    raise TypeError(f"returned a {type(value).__name__} where a tensor is expected")
+
+
+def fake_like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with the sizes, strides and offset of `value` and storage that nothing else shares."""
+    if value.layout is not torch.strided or type(value) is not FakeTensor:
+        with mode:
+            return torch.empty_like(value)
+    offset = value.storage_offset()
+    with torch._C._DisableTorchDispatch():
+        if isinstance(offset, int) and offset == 0:
+            meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+        else:
+            extent = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True)) + 1
+            meta = torch.empty(offset + extent, dtype=value.dtype, device="meta")
+            meta = meta.as_strided(value.size(), value.stride(), offset)
+    return FakeTensor(mode, meta, value.device)
+
+
+def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
+    """The strides a contiguous tensor of this shape has."""
+    strides: list[Any] = []
+    step: Any = 1
+    for size in reversed(value.shape):
+        strides.append(step)
+        step = step * (size if isinstance(size, torch.SymInt) else max(size, 1))
+    return tuple(reversed(strides))
