@@ -25,16 +25,20 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(1 << 28)}
+ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 if __name__ == "__main__" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
     # glibc reads these before main(), so only a new process sees them.
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
 
-import torch
-import torch.nn.functional as F
-from irframework_vllm_c import library
-from torch import Tensor
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from irframework_vllm_c import library  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 ROWS = (1, 64, 1024, 4096)
 WIDTHS = (576, 4096, 8192)
@@ -108,7 +112,12 @@ def calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[
         "silu_and_mul": lambda: kernels.silu_and_mul.default(wide),
         "gelu_and_mul": lambda: kernels.gelu_and_mul.default(wide, False),
     }[op]
-    return {"ours": ours, "op": lambda: native(wide), "native": lambda: native(wide), "inductor": lambda: compiled[op](wide)}
+    return {
+        "ours": ours,
+        "op": lambda: native(wide),
+        "native": lambda: native(wide),
+        "inductor": lambda: compiled[op](wide),
+    }
 
 
 def seconds_per_call(call: Call, repeats: int) -> float:
@@ -178,7 +187,9 @@ def text_of(line: Line) -> str:
 
     times = " ".join(f"{line.times[name]:10.1f}" for name in CONTESTANTS)
     shape = f"{line.rows:>5} x {line.width:<5}"
-    return f"{line.threads:>7} {line.dtype:>9} {shape} {times}   {ratio(line.best_to_ours):<22} {ratio(line.op_to_ours)}"
+    return (
+        f"{line.threads:>7} {line.dtype:>9} {shape} {times}   {ratio(line.best_to_ours):<22} {ratio(line.op_to_ours)}"
+    )
 
 
 def misses(found: list[Line]) -> list[str]:
@@ -205,7 +216,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15, help="rounds per line")
-    parser.add_argument("--seconds", type=float, default=0.01, help="seconds per contestant and round, at least one call")
+    parser.add_argument(
+        "--seconds", type=float, default=0.01, help="seconds per contestant and round, at least one call"
+    )
     parser.add_argument("--quick", action="store_true", help="rows 64 and 1024, width 4096, 5 rounds")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args()

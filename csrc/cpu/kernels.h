@@ -29,7 +29,7 @@ struct NormArgs {
   int64_t cols;
   float epsilon;
   Type type;
-  Type weight_type;  // `type` or f32
+  Type weight_type;
   bool stream;       // write around the caches: the output is larger than they are
 };
 
@@ -55,8 +55,7 @@ struct RotaryTensor {
 };
 
 struct RotaryArgs {
-  const int64_t* positions;  // contiguous; token t uses positions[t % position_count]
-  int64_t position_count;
+  const int64_t* positions;  // one per token
   const void* cache;  // [max_position, rotary_dim], first half cos, second half sin
   int64_t cache_stride;
   int64_t rotary_dim;
@@ -65,7 +64,7 @@ struct RotaryArgs {
   int tensor_count;
   bool neox;
   Type type;
-  Type cache_type;  // `type` or f32
+  Type cache_type;
 };
 
 // Each function works on rows (or tokens) [begin, end); a row is computed the same way whatever the range is.

@@ -89,34 +89,40 @@ IRF_INLINE float sum_of_squares(const T* x, T* residual, int64_t cols) {
 
 struct NoWeight {};
 
-// Native rounds the normalised value to the weight's type before the product: round(round(v * scale) * weight).
+// Native rounds the normalised value to the weight's type, multiplies in that type, and rounds to the type of x.
 template <typename T, typename WT>
 IRF_INLINE F scaled(F v, float scale, F weight) {
-  const F normalised = v * scale;
+  F normalised = v * scale;
   if (__is_same(WT, NoWeight)) return normalised;
-  return rounded<WT>(normalised) * (__is_same(T, bf16) && __is_same(WT, float) ? plain_nan(weight) : weight);
+  if (__is_same(WT, bf16) && !__is_same(T, bf16)) normalised = plain_nan(normalised);
+  if (__is_same(T, bf16) && !__is_same(WT, bf16)) weight = plain_nan(weight);
+  return rounded<WT>(rounded<WT>(normalised) * weight);
 }
 
-template <typename As>
-IRF_INLINE Two load_two(const NoWeight*) {
+template <typename T, typename WT>
+IRF_INLINE Two load_weight(const WT* weight, int64_t i) {
+  return load_two<T>(weight + i);
+}
+template <typename T>
+IRF_INLINE Two load_weight(const NoWeight*, int64_t) {
   return {F{}, F{}};
 }
-IRF_INLINE F load(const NoWeight*, int64_t) { return F{}; }
 template <typename WT>
-IRF_INLINE const WT* at(const WT* weight, int64_t i) {
-  return __is_same(WT, NoWeight) ? weight : weight + i;
+IRF_INLINE F load_weight(const WT* weight, int64_t i, int64_t count) {
+  return load(weight + i, count);
 }
+IRF_INLINE F load_weight(const NoWeight*, int64_t, int64_t) { return F{}; }
 
 template <bool kStream, typename T, typename WT>
 IRF_INLINE void write_scaled(const T* row, T* out, const WT* weight, float scale, int64_t cols) {
   int64_t i = 0;
   for (; i + 2 * W <= cols; i += 2 * W) {
-    const Two v = load_two<T>(row + i), w = load_two<T>(at(weight, i));
+    const Two v = load_two<T>(row + i), w = load_weight<T>(weight, i);
     write_two<kStream>(out + i, {scaled<T, WT>(v.a, scale, w.a), scaled<T, WT>(v.b, scale, w.b)});
   }
   for (; i < cols; i += W) {
     const int64_t count = cols - i < W ? cols - i : W;
-    store(out + i, scaled<T, WT>(load(row + i, count), scale, load(at(weight, i), count)), count);
+    store(out + i, scaled<T, WT>(load(row + i, count), scale, load_weight(weight, i, count)), count);
   }
 }
 
@@ -151,8 +157,14 @@ static void norm_rows(const NormArgs& a, int64_t begin, int64_t end) {
 template <bool kAdd, typename T>
 static void norm_of_type(const NormArgs& a, int64_t begin, int64_t end) {
   if (a.weight == nullptr) return norm_rows<kAdd, T, NoWeight>(a, begin, end);
-  if (a.weight_type == Type::f32) return norm_rows<kAdd, T, float>(a, begin, end);
-  return norm_rows<kAdd, T, T>(a, begin, end);
+  switch (a.weight_type) {
+    case Type::f32:
+      return norm_rows<kAdd, T, float>(a, begin, end);
+    case Type::bf16:
+      return norm_rows<kAdd, T, bf16>(a, begin, end);
+    case Type::f16:
+      return norm_rows<kAdd, T, f16>(a, begin, end);
+  }
 }
 
 template <bool kAdd>
@@ -240,7 +252,7 @@ constexpr int64_t kRotaryBlock = 256;  // cos and sin pairs that are widened at 
 // A row of the cache as float32, fit for results that are rounded to T.
 template <typename T, typename CT>
 static void widen_row(const CT* from, float* to, int64_t count) {
-  constexpr bool kMixed = __is_same(T, bf16) && __is_same(CT, float);
+  constexpr bool kMixed = __is_same(T, bf16) && !__is_same(CT, bf16);
   for (int64_t i = 0; i < count; i += W) {
     const int64_t n = count - i < W ? count - i : W;
     const F v = load(from + i, n);
@@ -287,7 +299,7 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
   RowCursor cursors[2];
   for (int k = 0; k < a.tensor_count; ++k) seek(cursors[k], a.tensors[k].token_rows, begin);
   for (int64_t token = begin; token < end; ++token) {
-    const CT* cache = (const CT*)a.cache + a.positions[token % a.position_count] * a.cache_stride;
+    const CT* cache = (const CT*)a.cache + a.positions[token] * a.cache_stride;
     for (int64_t block = 0; block < pairs; block += kRotaryBlock) {
       const int64_t count = pairs - block < kRotaryBlock ? pairs - block : kRotaryBlock;
       widen_row<T>(cache + block, cos, count);
@@ -327,8 +339,14 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
 
 template <typename T>
 static void rotary_of_type(const RotaryArgs& a, int64_t begin, int64_t end) {
-  if (a.cache_type == Type::f32) return rotary_tokens<T, float>(a, begin, end);
-  return rotary_tokens<T, T>(a, begin, end);
+  switch (a.cache_type) {
+    case Type::f32:
+      return rotary_tokens<T, float>(a, begin, end);
+    case Type::bf16:
+      return rotary_tokens<T, bf16>(a, begin, end);
+    case Type::f16:
+      return rotary_tokens<T, f16>(a, begin, end);
+  }
 }
 
 static void rotary(const RotaryArgs& a, int64_t begin, int64_t end) {

@@ -72,9 +72,6 @@ NormArgs norm_arguments(const char* op, const View& x, const OptionalTensor& wei
   if (weight) {
     const View w = view_of(op, "weight", *weight);
     args.weight_type = floating_type(op, w);
-    if (args.weight_type != args.type && args.weight_type != Type::f32) {
-      fail(op, "weight must have the dtype of x, or float32");
-    }
     if (w.dims != 1 || w.size(0) != args.cols) {
       fail(op, "weight must have shape [" + std::to_string(args.cols) + "], the last dimension of x, got " +
                    shape_of(w));
@@ -156,30 +153,23 @@ Tensor gelu_and_mul(const Tensor& x, bool tanh_approximation) {
 
 // ---- rotary_embedding --------------------------------------------------------------------------------------------
 
-// Fills in one of query and key, [..., tokens, heads * head_size] or [..., tokens, heads, head_size], where the
-// dimensions before the heads end with those of positions. Returns the number of tokens.
-int64_t rotary_tensor(const char* op, const View& v, const View& positions, int64_t head_size, RotaryTensor& to) {
-  const auto leads = [&](int64_t dims) {
-    if (dims < positions.dims) return false;
-    for (int64_t d = 1; d <= positions.dims; ++d) {
-      if (v.sizes[dims - d] != positions.size(-d)) return false;
-    }
-    return true;
-  };
-  const bool apart = v.dims >= 2 && v.size(-1) == head_size && leads(v.dims - 2);
-  const bool merged = !apart && v.dims >= 1 && v.size(-1) % head_size == 0 && leads(v.dims - 1);
-  if (!apart && !merged) {
-    fail(op, std::string(v.name) + " must have shape [..., tokens, heads * head_size] or [..., tokens, heads, " +
-                 "head_size] with head_size " + std::to_string(head_size) + " and the tokens of positions " +
-                 shape_of(positions) + ", got " + shape_of(v));
+// Fills in one of query and key: the dimensions of positions, then heads * head_size, merged or apart.
+void fill_rotary_tensor(const char* op, const View& v, const View& positions, int64_t head_size, RotaryTensor& to) {
+  const int64_t lead = positions.dims;
+  const bool merged = v.dims == lead + 1 && v.size(-1) % head_size == 0;
+  const bool apart = v.dims == lead + 2 && v.size(-1) == head_size;
+  bool fits = merged || apart;
+  for (int64_t d = 0; fits && d < lead; ++d) fits = v.sizes[d] == positions.sizes[d];
+  if (!fits) {
+    fail(op, std::string(v.name) + " must have shape [..., heads * head_size] or [..., heads, head_size] with the " +
+                 "leading dimensions of positions " + shape_of(positions) + " and head_size " +
+                 std::to_string(head_size) + ", got " + shape_of(v));
   }
   check_dense_rows(op, v);
-  const int64_t token_dims = v.dims - (apart ? 2 : 1);
   to.heads = apart ? v.size(-2) : v.size(-1) / head_size;
   to.head_stride = apart ? v.stride(-2) : head_size;
-  to.token_rows = rows_of(op, v, token_dims);
+  to.token_rows = rows_of(op, v, lead);
   to.in = data_of(v);
-  return product(v, token_dims);
 }
 
 void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs, Tensor* outputs, int count,
@@ -192,12 +182,7 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
   args.type = floating_type(op, query);
   args.cache_type = floating_type(op, cache);
   if (where.dtype != int64) fail(op, "positions must be int64");
-  if (where.dims < 1 || !positions.is_contiguous()) {
-    fail(op, "positions must be contiguous with at least one dimension, got shape " + shape_of(where));
-  }
-  if (args.cache_type != args.type && args.cache_type != Type::f32) {
-    fail(op, "cos_sin_cache must have the dtype of query, or float32");
-  }
+  if (!positions.is_contiguous()) fail(op, "positions must be contiguous");
   if (cache.dims != 2) fail(op, "cos_sin_cache must have shape [max_position, rotary_dim], got " + shape_of(cache));
   check_dense_rows(op, cache);
   args.rotary_dim = cache.size(1);
@@ -208,26 +193,21 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
   args.cache = data_of(cache);
   args.cache_stride = cache.stride(0);
   args.positions = static_cast<const int64_t*>(data_of(where));
-  args.position_count = where.numel();
+  const int64_t tokens = where.numel();
   args.head_size = head_size;
   args.neox = is_neox;
   args.tensor_count = count;
-  for (int64_t i = 0; i < args.position_count; ++i) {
+  for (int64_t i = 0; i < tokens; ++i) {
     if (args.positions[i] < 0 || args.positions[i] >= cache.size(0)) {
       fail(op, "position " + std::to_string(args.positions[i]) + " is outside cos_sin_cache, which has " +
                    std::to_string(cache.size(0)) + " rows");
     }
   }
-  int64_t tokens = 0, token_bytes = 0;
+  int64_t token_bytes = 0;
   for (int k = 0; k < count; ++k) {
     const View v = k == 0 ? query : view_of(op, names[k], *inputs[k]);
     if (v.dtype != query.dtype) fail(op, "key must have the dtype of query");
-    const int64_t found = rotary_tensor(op, v, where, head_size, args.tensors[k]);
-    if (k > 0 && found != tokens) {
-      fail(op, "query and key must have as many tokens, got " + std::to_string(tokens) + " and " +
-                   std::to_string(found));
-    }
-    tokens = found;
+    fill_rotary_tensor(op, v, where, head_size, args.tensors[k]);
     token_bytes += 2 * args.tensors[k].heads * head_size * bytes_of(args.type);
     outputs[k] = new_contiguous(v, v.sizes);
     args.tensors[k].out = outputs[k].data_ptr();

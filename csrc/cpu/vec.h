@@ -92,8 +92,8 @@ IRF_INLINE H narrow(U u) {
 }
 
 // v with its bits rounded so that the upper 16 are the nearest bfloat16; the lower 16 are left over. The rounding bias
-// would carry a NaN with all bits set into a zero, but none gets here: a NaN comes out of a 16-bit input, or is the
-// processor's own, and then its low bits are zero; float32 inputs of such kernels pass through plain_nan().
+// would carry a NaN with all bits set into a zero, but none gets here: a NaN comes out of a bfloat16 input, or is the
+// processor's own, and then its low bits are zero; inputs of other types pass through plain_nan() on their way here.
 IRF_INLINE U rounded_upper(F v) {
   const U u = bits_of(v);
 #if IRF_WIDTH == 16
@@ -204,22 +204,7 @@ struct Two {
   F a, b;
 };
 
-template <typename As>
-IRF_INLINE Two load_two(const bf16* p) {
-  static_assert(__is_same(As, bf16));
-  U u;
-  __builtin_memcpy(&u, p, sizeof u);
-  return {from_bits(u << 16), from_bits(u & 0xffff0000u)};
-}
-template <typename As>
-IRF_INLINE Two load_two(const f16* p) {
-  static_assert(__is_same(As, f16));
-  return {load(p), load(p + W)};
-}
-template <typename As>
-IRF_INLINE Two load_two(const float* p) {
-  const F first = load(p), second = load(p + W);
-  if (!__is_same(As, bf16)) return {first, second};
+IRF_INLINE Two split_even_odd(F first, F second) {
 #if IRF_WIDTH == 16
   return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
           __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)};
@@ -229,6 +214,15 @@ IRF_INLINE Two load_two(const float* p) {
 #else
   return {__builtin_shufflevector(first, second, 0, 2, 4, 6), __builtin_shufflevector(first, second, 1, 3, 5, 7)};
 #endif
+}
+
+template <typename As, typename T>
+IRF_INLINE Two load_two(const T* p) {
+  if (!__is_same(As, bf16)) return {load(p), load(p + W)};
+  if (!__is_same(T, bf16)) return split_even_odd(load(p), load(p + W));
+  U u;
+  __builtin_memcpy(&u, p, sizeof u);
+  return {from_bits(u << 16), from_bits(u & 0xffff0000u)};
 }
 
 // The 2 * W bfloat16 of an even and an odd half.

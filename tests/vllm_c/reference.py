@@ -50,7 +50,7 @@ def exact_rotary(
     """In `dtype` arithmetic, not rounded back; x has its heads apart ([..., heads, head_size]) or merged."""
     rows = cache[positions].to(dtype)
     cos, sin = (part.unsqueeze(-2) for part in rows.chunk(2, dim=-1))
-    apart = x.shape[-1] == head_size and x.shape[:-2][-positions.dim() :] == positions.shape
+    apart = x.dim() == positions.dim() + 2
     heads = x.to(dtype) if apart else x.to(dtype).unflatten(-1, (-1, head_size))
     rotated, rest = heads[..., : cache.shape[1]], heads[..., cache.shape[1] :]
     if is_neox:

@@ -33,7 +33,7 @@ def test_switching_to_an_unknown_instruction_set_is_an_error() -> None:
 
 def test_a_missing_library_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(library.KernelsNotLoaded, match="install a wheel for it, or build from source"):
+    with pytest.raises(library.KernelsNotLoadedError, match="install a wheel for it, or build from source"):
         library.load_cpu_kernels.__wrapped__()
 
 
@@ -45,7 +45,7 @@ def test_a_library_that_does_not_load_is_reported_with_the_loader_s_reason(
     spec = library.importlib.util.spec_from_file_location("irframework_vllm_c._C_cpu", broken)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(
-        library.KernelsNotLoaded, match=r"does not load into torch .*(invalid ELF header|file too short)"
+        library.KernelsNotLoadedError, match=r"does not load into torch .*(invalid ELF header|file too short)"
     ):
         library.load_cpu_kernels.__wrapped__()
 

@@ -31,12 +31,12 @@ def test_rms_norm_is_close_to_float64(isa: str, dtype: torch.dtype, length: int)
     )
 
 
-@pytest.mark.parametrize("weighted", ["same", "float32", "none"])
+@pytest.mark.parametrize("weight_dtype", [*DTYPES, None], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm_rounds_where_native_rounds(isa: str, dtype: torch.dtype, weighted: str) -> None:
+def test_rms_norm_rounds_where_native_rounds(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
     """Squares of small integers sum exactly, so the scale is native's to the bit, and so must every rounding be."""
     x = torch.randint(-8, 9, (64, 1024), generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight = {"same": normal(1024, dtype=dtype), "float32": normal(1024, dtype=torch.float32), "none": None}[weighted]
+    weight = None if weight_dtype is None else normal(1024, dtype=weight_dtype)
     torch.testing.assert_close(rms_norm(x, weight), native_rms_norm(x, weight, EPSILON), rtol=0, atol=0)
 
 
@@ -114,10 +114,21 @@ def test_rms_norm_keeps_nan_and_infinity(isa: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rms_norm(x, None), native_rms_norm(x, None, EPSILON), equal_nan=True)
 
 
-@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7F800001, -1])
-def test_rounding_to_bfloat16_keeps_every_nan(isa: str, bits: int) -> None:
-    weight = torch.full((32,), bits, dtype=torch.int32).view(torch.float32)
-    assert rms_norm(torch.ones(2, 32, dtype=torch.bfloat16), weight).isnan().all()
+@pytest.mark.parametrize("bits", [-1, 0x7FFF])
+@pytest.mark.parametrize("nan_in", ["x", "weight"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_rounding_keeps_every_nan(
+    isa: str, weight_dtype: torch.dtype, dtype: torch.dtype, nan_in: str, bits: int
+) -> None:
+    """A rounding bias added to a NaN with all bits set would make it a zero."""
+    x, weight = torch.ones(2, 80, dtype=dtype), torch.ones(80, dtype=weight_dtype)
+    target = x if nan_in == "x" else weight
+    pattern = bits if target.element_size() == 2 else (bits << 16) | 0xFFFF
+    wide = torch.int16 if target.element_size() == 2 else torch.int32
+    target.view(wide).fill_(pattern)
+    assert target.isnan().all()
+    assert rms_norm(x, weight).isnan().all()
 
 
 def test_every_half_survives_the_conversions(isa: str) -> None:
@@ -171,7 +182,7 @@ def test_fused_add_rms_norm_of_nothing_does_nothing() -> None:
         (torch.ones(2, 8), torch.ones(1, 8), r"got \[1, 8\]"),
         (torch.ones(2, 8), torch.ones(()), r"got \[\]"),
         (torch.ones(2, 8), torch.ones(16)[::2], "weight must be contiguous"),
-        (torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16), "weight must have the dtype of x, or float32"),
+        (torch.ones(2, 8), torch.ones(8, dtype=torch.float64), "weight must be float32, bfloat16 or float16"),
     ],
 )
 def test_rms_norm_says_what_it_does_not_take(x: Tensor, weight: Tensor | None, message: str) -> None:

@@ -3,11 +3,12 @@
 Owns the plugin's hooks. The kernels are loaded by `library`, registered by `implementations`.
 """
 
+from collections.abc import Iterable, Mapping
+
 import irframework as ir
+from irframework_vllm_c.library import KernelsNotLoadedError, instruction_set
 
-from irframework_vllm_c.library import KernelsNotLoaded, instruction_set
-
-__all__ = ["IRFRAMEWORK_API", "KernelsNotLoaded", "instruction_set"]
+__all__ = ["IRFRAMEWORK_API", "KernelsNotLoadedError", "instruction_set"]
 
 IRFRAMEWORK_API = 1
 PROVIDER = "vllm_c"
@@ -22,6 +23,6 @@ def irframework_register_impls() -> None:
 
 
 @ir.hookimpl
-def irframework_default_priorities(platform: str, mode: str) -> dict[str, list[str]] | None:
+def irframework_default_priorities(platform: ir.Platform, mode: str) -> Mapping[str, Iterable[str]] | None:
     """Puts the kernels first on the CPU, in both modes; other platforms have no kernels of ours yet."""
-    return {"*": [PROVIDER]} if platform == "cpu" else None
+    return {"*": (PROVIDER,)} if platform.name == "cpu" else None

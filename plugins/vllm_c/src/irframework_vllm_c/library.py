@@ -14,7 +14,7 @@ from torch import Tensor
 NAMESPACE = "irframework_vllm_c"
 
 
-class KernelsNotLoaded(ImportError):
+class KernelsNotLoadedError(ImportError):
     """The compiled kernels are missing, or do not fit this torch or this machine."""
 
 
@@ -26,19 +26,19 @@ def load_cpu_kernels() -> str:
         The path of the library.
 
     Raises:
-        KernelsNotLoaded: the library was not built, or the loader refuses it; the message says which and what to do.
+        KernelsNotLoadedError: the library was not built, or the loader refuses it; the message says what to do.
     """
     # The finder knows where an editable install keeps the library; the directory of this file does not.
     spec = importlib.util.find_spec(f"{__package__}._C_cpu")
     if spec is None or spec.origin is None:
-        raise KernelsNotLoaded(
+        raise KernelsNotLoadedError(
             f"{__package__} holds no _C_cpu.so for this machine ({platform.machine()}): install a wheel for it, or "
             "build from source with `pip install --no-build-isolation -e plugins/vllm_c`"
         )
     try:
         torch.ops.load_library(spec.origin)
     except OSError as error:
-        raise KernelsNotLoaded(
+        raise KernelsNotLoadedError(
             f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
             f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this environment"
         ) from error
@@ -50,7 +50,7 @@ def instruction_set() -> str:
     """The instruction set that the CPU kernels run with: "avx512", "avx2" or "plain".
 
     Raises:
-        KernelsNotLoaded: see `load_cpu_kernels`.
+        KernelsNotLoadedError: see `load_cpu_kernels`.
         ValueError: IRFRAMEWORK_VLLM_C_ISA names an instruction set that this machine or build does not have.
     """
     read = ctypes.CDLL(load_cpu_kernels()).irframework_vllm_c_isa
@@ -65,7 +65,7 @@ def use_instruction_set(name: str | None) -> None:
     """Switches the CPU kernels of this process to another instruction set; None is the best one. Meant for tests.
 
     Raises:
-        KernelsNotLoaded: see `load_cpu_kernels`.
+        KernelsNotLoadedError: see `load_cpu_kernels`.
         ValueError: this machine or build does not have it.
     """
     switch = ctypes.CDLL(load_cpu_kernels()).irframework_vllm_c_use_isa
