@@ -107,7 +107,7 @@ def register(provider: str) -> None:
         "rotary_embedding",
         rotary_embedding,
         ir.supports(
-            dtype={"positions": torch.int64, "query": FLOATS, "cos_sin_cache": FLOATS},
+            dtype={"positions": (torch.int64,), "query": FLOATS, "cos_sin_cache": FLOATS},
             same_dtype=("query", "key"),
             ndim={"cos_sin_cache": 2},
             contiguous=("positions",),

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib.util
 import platform
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def load_cpu_kernels() -> str:
             "build from source with `pip install --no-build-isolation -e plugins/vllm_c`"
         )
     try:
-        torch.ops.load_library(spec.origin)
+        torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise KernelsNotLoadedError(
             f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
@@ -74,37 +75,35 @@ def use_instruction_set(name: str | None) -> None:
         raise ValueError(f"this machine or build has no instruction set {name!r}")
 
 
+def _like(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gated(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _rotated_pair(positions: Tensor, query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _like(query), _like(key)
+
+
+def _rotated(positions: Tensor, query: Tensor, *_: object) -> Tensor:
+    return _like(query)
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
 def _register_fakes() -> None:
     """Shapes and dtypes of the ops' results. All results are contiguous."""
-
-    def like(x: Tensor) -> Tensor:
-        return x.new_empty(x.shape)
-
-    def half(x: Tensor) -> Tensor:
-        return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-    @torch.library.register_fake(f"{NAMESPACE}::rms_norm")
-    def _(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        return like(x)
-
-    @torch.library.register_fake(f"{NAMESPACE}::fused_add_rms_norm")
-    def _(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
-        return None
-
-    @torch.library.register_fake(f"{NAMESPACE}::silu_and_mul")
-    def _(x: Tensor) -> Tensor:
-        return half(x)
-
-    @torch.library.register_fake(f"{NAMESPACE}::gelu_and_mul")
-    def _(x: Tensor, tanh_approximation: bool) -> Tensor:
-        return half(x)
-
-    @torch.library.register_fake(f"{NAMESPACE}::rotary_embedding")
-    def _(
-        positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
-    ) -> tuple[Tensor, Tensor]:
-        return like(query), like(key)
-
-    @torch.library.register_fake(f"{NAMESPACE}::rotary_embedding_query")
-    def _(positions: Tensor, query: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
-        return like(query)
+    fakes: dict[str, Callable[..., object]] = {
+        "rms_norm": _like,
+        "fused_add_rms_norm": _nothing,
+        "silu_and_mul": _gated,
+        "gelu_and_mul": _gated,
+        "rotary_embedding": _rotated_pair,
+        "rotary_embedding_query": _rotated,
+    }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
