@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from irframework.integrations.transformers import apply
 
     configure(KernelConfig.from_cli_args(arguments))
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the loader's own bars; read when tqdm is first imported
     with progress(f"loading {arguments.model}"):
         loaded = load_model(
             arguments.model, dtype=DTYPES[arguments.dtype], device=arguments.device, seed=arguments.seed

@@ -1,0 +1,79 @@
+"""`irframework explain`: which implementation one call would get, and why not the others.
+
+Owns the command's options. The decision is the core's, on arguments without data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "fp32", "bf16", "fp16", "fp64")
+MODES = ("eager", "inductor")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options, one `--ir-op-priority.<op>` per op included."""
+    from irframework.config import add_cli_args
+
+    parser.add_argument("op", help="name of the op, e.g. rms_norm")
+    parser.add_argument(
+        "--shape", type=shape, default=(8, 4096), metavar="8x4096", help="of the op's first tensor (default: 8x4096)"
+    )
+    parser.add_argument("--dtype", choices=_DTYPE_NAMES, default="float32")
+    parser.add_argument("--device", default="cpu", help="a device type; it need not be here (default: cpu)")
+    parser.add_argument("--mode", choices=MODES, default="eager", help="whose default priorities count")
+    add_cli_args(parser)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Reads `8x4096`."""
+    try:
+        sizes = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it as 8x4096") from None
+    if any(size < 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} has a negative size")
+    return sizes
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; 0, or an `IrError` that the entry turns into 1."""
+    import torch
+
+    from irframework.cli.sample_arguments import sample_arguments
+    from irframework.cli.tables import print_table
+    from irframework.config import KernelConfig, configure
+    from irframework.dispatch import resolve
+    from irframework.errors import DeviceUnavailableError
+    from irframework.op import find_op
+
+    configure(KernelConfig.from_cli_args(arguments))
+    op = find_op(arguments.op)
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+    dtype = getattr(torch, names.get(arguments.dtype, arguments.dtype))
+    try:
+        torch.device(arguments.device)
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise DeviceUnavailableError(f"{arguments.device!r} is no device that torch knows: {first}") from error
+    values = sample_arguments(op, arguments.shape, dtype, arguments.device)
+    decision = resolve(op, values, arguments.mode, stop_at_first=False)
+    call = {
+        "shape": list(arguments.shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": arguments.device,
+        "mode": arguments.mode,
+    }
+    if arguments.json:
+        print(json.dumps({**decision.to_dict(), **call}, indent=2))
+        return 0
+    rows = [
+        ("->" if c.provider == decision.provider else "", c.provider, c.origin, c.reason or "chosen")
+        for c in decision.candidates
+    ]
+    sizes = "x".join(map(str, arguments.shape))
+    print(f"{op.name}{op.schema}")
+    print(f"{sizes}, {call['dtype']}, {arguments.device}, {arguments.mode}: {decision.provider}, {decision.impl.source}")
+    print_table("Candidates, in the order in which they are asked", ("", "provider", "origin", "decision"), rows)
+    return 0
