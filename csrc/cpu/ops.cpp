@@ -3,6 +3,7 @@
 // message of an error raised inside a shim call is lost with that target.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
@@ -61,7 +62,8 @@ int64_t bytes_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 // ---- rms_norm and fused_add_rms_norm -----------------------------------------------------------------------------
 
-NormArgs norm_arguments(const char* op, const View& x, const OptionalTensor& weight, double epsilon) {
+// Replaces a weight that is not dense by a copy, which the caller keeps alive.
+NormArgs norm_arguments(const char* op, const View& x, OptionalTensor& weight, double epsilon) {
   check_rank(op, x, 1);
   check_dense_rows(op, x);
   NormArgs args{};
@@ -76,8 +78,8 @@ NormArgs norm_arguments(const char* op, const View& x, const OptionalTensor& wei
       fail(op, "weight must have shape [" + std::to_string(args.cols) + "], the last dimension of x, got " +
                    shape_of(w));
     }
-    check_dense_rows(op, w);
-    args.weight = data_of(w);
+    if (args.cols > 1 && w.stride(0) != 1) weight = torch::stable::contiguous(*weight);
+    args.weight = weight->data_ptr();
   }
   return args;
 }
@@ -91,7 +93,7 @@ void rms_norm_into(const View& x, NormArgs& args, const Tensor& out) {
   if (rows > 0 && args.cols > 0) run(active_kernels().rms_norm, args, rows, 2 * row_bytes);
 }
 
-Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double epsilon) {
+Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon) {
   const View view = view_of("rms_norm", "x", x);
   NormArgs args = norm_arguments("rms_norm", view, weight, epsilon);
   Tensor out = new_contiguous(view, view.sizes);
@@ -99,7 +101,7 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double epsilon) {
   return out;
 }
 
-void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, const OptionalTensor& weight, double epsilon) {
+void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
   const char* op = "fused_add_rms_norm";
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
   NormArgs args = norm_arguments(op, view, weight, epsilon);

@@ -11,17 +11,17 @@ from irframework_vllm_c import library
 FORCED = "from irframework_vllm_c import library; print(library.instruction_set())"
 
 
-def run_with_isa(name: str, code: str) -> subprocess.CompletedProcess[str]:
+def run_with_isa(name: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "IRFRAMEWORK_VLLM_C_ISA": name}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", FORCED], env=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_variable_chooses_the_instruction_set() -> None:
-    assert run_with_isa("plain", FORCED).stdout.strip() == "plain"
+    assert run_with_isa("plain").stdout.strip() == "plain"
 
 
 def test_an_unknown_instruction_set_is_an_error_that_names_the_variable() -> None:
-    run = run_with_isa("sse9", FORCED)
+    run = run_with_isa("sse9")
     assert run.returncode != 0
     assert "IRFRAMEWORK_VLLM_C_ISA" in run.stderr
 

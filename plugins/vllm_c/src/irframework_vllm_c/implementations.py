@@ -89,7 +89,7 @@ def register(provider: str) -> None:
     norm = ir.supports(dtype={"x": FLOATS, "weight": FLOATS}, none=("variance_size",), last_dim_of={"weight": "x"})
     # An odd last dimension is left to native, whose error is the op's own.
     gated = ir.supports(dtype=FLOATS, row_contiguous=("x",), multiple_of={"x": 2})
-    add("rms_norm", rms_norm, norm & ir.supports(row_contiguous=("x", "weight")))
+    add("rms_norm", rms_norm, norm & ir.supports(row_contiguous=("x",)))
     add(
         "fused_add_rms_norm",
         fused_add_rms_norm,
@@ -97,7 +97,7 @@ def register(provider: str) -> None:
         & ir.supports(
             same_dtype=("x", "x_residual"),
             same_shape=("x", "x_residual"),
-            row_contiguous=("x", "x_residual", "weight"),
+            row_contiguous=("x", "x_residual"),
         ),
         inplace=True,
     )
