@@ -9,13 +9,17 @@ to `dispatch.unusual`.
 Owns the text of the generated functions. What they must do is defined by `dispatch.resolve`: both read the same
 candidate lists and the same condition expressions.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._C._len_torch_dispatch_stack`, and Dynamo's attribute
-`_torchdynamo_inline`, which makes it trace one function in place of another, so that swapping `__call__` for a new
-priority does not make compiled code recompile.
+Private torch API used here (read in 2.11 and 2.13):
+* `torch.utils._python_dispatch._is_in_torch_dispatch_mode`, torch's own flag for "a dispatch mode is active". It is one
+  for all threads; when two threads leave modes in another order than they entered them, a mode may see the
+  implementation's torch calls instead of the op. The results are the same.
+* Dynamo's attribute `_torchdynamo_inline`, which makes it trace one function in place of another, so that swapping
+  `__call__` for a new priority does not make compiled code recompile.
 """
 
 import inspect
 import linecache
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils import _python_dispatch
 
 from irframework.decision import Rejected
 
@@ -139,14 +144,13 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "unusual": dispatch.unusual,
         "own_outputs": dispatch.own_outputs,
         "predicate_raised": dispatch.predicate_raised,
-        "modes_active": torch._C._len_torch_dispatch_stack,
+        "modes": _python_dispatch,
         "shares_storage": torch._C._is_alias_of,
         "grad_enabled": torch.is_grad_enabled,
         "contiguous_format": torch.contiguous_format,
         "Tensor": Tensor,
         "Parameter": Parameter,
         "Rejected": Rejected,
-        "torch": torch,
     }
     function = _compile("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
@@ -164,6 +168,7 @@ class _Writer:
         self.op = op
         self.donated = donated
         self.scope: dict[str, Any] = {}
+        self.local_dtypes: list[str] = []
         self.optional = {
             name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *_NUMBER_TYPES)
         }
@@ -176,6 +181,10 @@ class _Writer:
             lines.append(f"        if {plain}:")
             for index, (device, impls) in enumerate(branches):
                 lines.append(f"            {'el' if index else ''}if {self._on_device(device)}:")
+                self.local_dtypes = self._read_twice(impls)
+                for name in self.local_dtypes:
+                    read = self._unless_none_else(name, f"{name}.dtype")
+                    lines.append(f"                {name}_dtype = {read}")
                 for impl in impls:
                     lines.extend(self._candidate(impl))
         lines.append(f"        return unusual(op, {self.donated}, ({names}))")
@@ -186,7 +195,7 @@ class _Writer:
         """Expression that is true when the plain path is right for the arguments; None when it never is."""
         if not self.op.tensors or set(self.op.signature.parameters) - set(self.op.tensors) - self._numbers():
             return None
-        tests = ["not modes_active()"]
+        tests = ["not modes._is_in_torch_dispatch_mode"]
         for name in self.op.tensors:
             # Weights are usually Parameters and activations are not: ask for the likelier class first. A Parameter
             # is never overwritten, so it is no plain activation of a donating call.
@@ -213,6 +222,23 @@ class _Writer:
     def _unless_none(self, name: str, test: str) -> str:
         return f"({name} is None or {test})" if name in self.optional else test
 
+    def _unless_none_else(self, name: str, value: str) -> str:
+        return f"None if {name} is None else {value}" if name in self.optional else value
+
+    def _read_twice(self, impls: list["IrOpImpl"]) -> list[str]:
+        """Tensors whose dtype several conditions ask for; reading it costs as much as a Python call."""
+        text = " ".join(check.test for impl in impls for check in impl.checks)
+        return [name for name in self.op.tensors if len(re.findall(rf"\b{name}\.dtype\b", text)) > 1]
+
+    def _tests(self, impl: "IrOpImpl") -> str:
+        tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
+        text = " and ".join(tests)
+        for name in self.local_dtypes:
+            text = re.sub(rf"\b{name}\.dtype\b", f"{name}_dtype", text)
+        for constant in set(re.findall(r"\btorch\.(\w+)", text)):
+            self.scope[f"torch_{constant}"] = getattr(torch, constant)
+        return re.sub(r"\btorch\.(\w+)", r"torch_\1", text)
+
     def _on_device(self, device: str) -> str:
         tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]
         required = [name for name in self.op.tensors if name not in self.optional]
@@ -225,11 +251,11 @@ class _Writer:
 
     def _candidate(self, impl: "IrOpImpl") -> list[str]:
         fn = self._name("f", impl.fn)
-        tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
+        tests = self._tests(impl)
         indent = " " * 16
         lines = []
         if tests:
-            lines.append(f"{indent}if {' and '.join(tests)}:")
+            lines.append(f"{indent}if {tests}:")
             indent += "    "
         if impl.predicates:
             asked = " and ".join(f"{self._name('p', p)}({passed_to(self.op, p)})" for p in impl.predicates)
@@ -250,8 +276,7 @@ class _Writer:
         if impl.inplace:
             for name in self.op.activations:
                 copy = f"{name}.clone(memory_format=contiguous_format)"
-                copy = f"None if {name} is None else {copy}" if name in self.optional else copy
-                lines.append(f"{indent}own_{name} = {copy}")
+                lines.append(f"{indent}own_{name} = {self._unless_none_else(name, copy)}")
             passed = passed_to(self.op, impl.fn, rename={name: f"own_{name}" for name in self.op.activations})
         return lines + self._finish(indent, f"{fn}({passed})", impl, given=())
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from irframework.errors import ConditionError, suggest
 
@@ -66,7 +67,8 @@ class Supports:
         """
         names = tuple(signature.parameters)
         if names not in self._checks:
-            self._checks[names] = tuple(_build(self.options, names, tensors))
+            optional = {name for name in tensors if signature.parameters[name].annotation is not Tensor}
+            self._checks[names] = tuple(_build(self.options, names, tensors, optional))
         return self._checks[names]
 
 
@@ -135,7 +137,9 @@ def _many(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-def _build(options: Mapping[str, Any], names: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
+def _build(
+    options: Mapping[str, Any], names: tuple[str, ...], tensors: tuple[str, ...], optional: set[str]
+) -> Iterable[Check]:
     for condition, value in options.items():
         for check in _BUILDERS[condition](value, tensors):
             for name in check.parameters:
@@ -144,6 +148,9 @@ def _build(options: Mapping[str, Any], names: tuple[str, ...], tensors: tuple[st
                         f"ir.supports({condition}=...) names the parameter {name!r}, which the op does not have."
                         + suggest(name, names)
                     )
+            nones = [f"{name} is None" for name in check.parameters if name in optional]
+            if nones and condition != "none":  # a condition about a tensor that is not there holds
+                check = Check(f"({' or '.join(nones)} or {check.test})", check.reason, check.parameters)
             yield check
 
 
@@ -159,7 +166,7 @@ def _dtype(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
         test = " or ".join(f"{name}.dtype is {d}" for d in allowed)
         wanted = ", ".join(_short(d) for d in allowed)
         reason = f"f\"{name} is {{str({name}.dtype).removeprefix('torch.')}}, needs {wanted}\""
-        yield Check(f"({name} is None or {test})", reason, (name,))
+        yield Check(f"({test})", reason, (name,))
 
 
 def _same_dtype(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
@@ -169,7 +176,7 @@ def _same_dtype(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Ch
             f"f\"{name} is {{str({name}.dtype).removeprefix('torch.')}}, needs the dtype of {first}, "
             f"{{str({first}.dtype).removeprefix('torch.')}}\""
         )
-        yield Check(f"({first} is None or {name} is None or {name}.dtype is {first}.dtype)", reason, (first, name))
+        yield Check(f"{name}.dtype is {first}.dtype", reason, (first, name))
 
 
 def _none(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
@@ -181,12 +188,12 @@ def _none(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
 def _contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
         reason = f'f"{name} must be contiguous, has strides {{tuple({name}.stride())}}"'
-        yield Check(f"({name} is None or {name}.is_contiguous())", reason, (name,))
+        yield Check(f"{name}.is_contiguous()", reason, (name,))
 
 
 def _row_contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
-        test = f"({name} is None or ({name}.dim() > 0 and ({name}.stride(-1) == 1 or {name}.size(-1) == 1)))"
+        test = f"({name}.dim() > 0 and ({name}.stride(-1) == 1 or {name}.size(-1) == 1))"
         yield Check(test, f'f"the last dimension of {name} must have stride 1"', (name,))
 
 
@@ -194,26 +201,26 @@ def _ndim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, ranks in _per_parameter(value, tensors, "ndim").items():
         allowed = _many(ranks)
         reason = f'f"{name} has {{{name}.dim()}} dimensions, needs {" or ".join(map(str, allowed))}"'
-        yield Check(f"({name} is None or {name}.dim() in {allowed!r})", reason, (name,))
+        yield Check(f"{name}.dim() in {allowed!r}", reason, (name,))
 
 
 def _same_shape(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     first = value[0]
     for name in value[1:]:
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs the shape of {first}, {{tuple({first}.shape)}}"'
-        yield Check(f"({name} is None or {name}.shape == {first}.shape)", reason, (first, name))
+        yield Check(f"{name}.shape == {first}.shape", reason, (first, name))
 
 
 def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, of in value.items():
-        test = f"({name} is None or ({name}.dim() == 1 and {of}.dim() > 0 and {name}.size(0) == {of}.size(-1)))"
+        test = f"({name}.dim() == 1 and {of}.dim() > 0 and {name}.size(0) == {of}.size(-1))"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs a vector as long as the last dimension of {of}"'
         yield Check(test, reason, (name, of))
 
 
 def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, factor in value.items():
-        test = f"({name} is None or ({name}.dim() > 0 and {name}.size(-1) % {factor:d} == 0))"
+        test = f"({name}.dim() > 0 and {name}.size(-1) % {factor:d} == 0)"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension must be a multiple of {factor:d}"'
         yield Check(test, reason, (name,))
 
@@ -221,7 +228,7 @@ def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable
 def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, limit in _per_parameter(value, tensors, "max_last_dim").items():
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension may be at most {limit:d}"'
-        yield Check(f"({name} is None or ({name}.dim() > 0 and {name}.size(-1) <= {limit:d}))", reason, (name,))
+        yield Check(f"({name}.dim() > 0 and {name}.size(-1) <= {limit:d})", reason, (name,))
 
 
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:
