@@ -344,3 +344,14 @@ def fingerprint(mode: str) -> str:
 def current_state() -> tuple[Any, ...]:
     """Return a hashable token of this thread's or task's priorities, for fast comparison."""
     return (registry.generation, _context.get(), _option.get())
+
+
+@contextlib.contextmanager
+def restored(state: tuple[Any, ...]) -> Iterator[None]:
+    """Choose as in the context that `state` was taken from with `current_state`; what was registered since counts."""
+    context, option = _context.set(state[1]), _option.set(state[2])
+    try:
+        yield
+    finally:
+        _option.reset(option)
+        _context.reset(context)

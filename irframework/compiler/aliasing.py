@@ -192,7 +192,7 @@ class Aliasing:
         return self._writes.get(self.find(node), [])
 
     def roots(self, node: Node) -> set[Node]:
-        """The nodes whose memory the node's value is made of: fresh results, placeholders, attributes, unknown calls."""
+        """The nodes whose memory the value is made of: fresh results, placeholders, attributes, unknown calls."""
         found: set[Node] = set()
         seen: set[Node] = set()
         todo = [node]
@@ -210,8 +210,10 @@ class Aliasing:
 
 def disjoint(x: object, y: object) -> bool:
     """True if two (fake) tensors lie on one storage and are proved to share no element."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return False
     if storage_of(x) is None or storage_of(x) != storage_of(y):
         return False
-    if any(isinstance(number, torch.SymInt) for t in (x, y) for number in (*t.shape, *t.stride(), t.storage_offset())):  # type: ignore[attr-defined]
+    if any(isinstance(number, torch.SymInt) for t in (x, y) for number in (*t.shape, *t.stride(), t.storage_offset())):
         return False  # the proof would add guards
     return not torch._C._dynamo.guards.compute_overlapping_tensors([x, y], symbolic=False)

@@ -7,7 +7,7 @@ Owns the two entries into the compiler. Does not own the passes (`pipeline.py`) 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,8 +46,7 @@ def irframework(
     patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
     guards.watch_choices()
     run_pre_grad_stage(module)
-    compiled: Callable[..., Any] = compile_fx(module, example_inputs, config_patches=patches)
-    return compiled
+    return cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
 
 
 def run_pre_grad_stage(module: GraphModule) -> GraphModule:

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.aliasing import Access, Aliasing, disjoint
 from irframework.compiler.tracing import contiguous_strides, fake_like
+from irframework.torch_ops import define_donate
 
 if TYPE_CHECKING:
     from irframework.compiler.report import Report
@@ -39,8 +40,7 @@ _HOP = torch.ops.higher_order.auto_functionalized
 
 def donate_op() -> torch._ops.OpOverload:
     """`irframework::donate`: a copy of its argument, which is dead afterwards."""
-    op = torch.ops.irframework.donate.default
-    assert isinstance(op, torch._ops.OpOverload)
+    op: torch._ops.OpOverload = define_donate()
     return op
 
 
@@ -111,7 +111,8 @@ def _replace_item(graph: Graph, item: Node, value: Any) -> None:
     else:
         for user in list(item.users):  # an item of an item: a list argument
             index = user.args[1]
-            assert user.target is operator.getitem and isinstance(index, int)
+            assert user.target is operator.getitem
+            assert isinstance(index, int)
             user.replace_all_uses_with(value[index])
             graph.erase_node(user)
     graph.erase_node(item)
@@ -158,7 +159,7 @@ def _positional(schema: torch._C.FunctionSchema, arguments: dict[str, Any]) -> t
 
 
 def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
-    """Remove every marked copy that is proved needless, and every `donate` node.
+    """Remove every marked copy and every `donate` node that is proved needless.
 
     Args:
         graph: A lowered graph with fake values.
@@ -187,7 +188,16 @@ def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
             remover.remove(donation)
         else:
             report.kept_copies.append(KeptCopy(donation.name, "donate", reason))
-            remover.keep_donation(donation)
+
+
+def settle_donations(graph: Graph) -> None:
+    """Make every donation that nothing used the copy that it means."""
+    for donation in graph.find_nodes(op="call_function", target=donate_op()):
+        with graph.inserting_before(donation):
+            copy = graph.call_function(_CLONE, donation.args)
+        copy.meta.update(donation.meta)
+        donation.replace_all_uses_with(copy)
+        graph.erase_node(donation)
 
 
 @dataclass(slots=True)
@@ -203,14 +213,6 @@ class _Remover:
         self.aliasing.effects[copy].views = [source]  # what was found to be a view of the copy is one of the source
         copy.replace_all_uses_with(source)
         self.graph.erase_node(copy)
-
-    def keep_donation(self, donation: Node) -> None:
-        """A donation that cannot be used is the copy that it means."""
-        with self.graph.inserting_before(donation):
-            copy = self.graph.call_function(_CLONE, donation.args)
-        copy.meta.update(donation.meta)
-        donation.replace_all_uses_with(copy)
-        self.graph.erase_node(donation)
 
     def reason_to_keep(self, copy: Node, granted: bool) -> str | None:
         """None if the copy is proved needless; else what stands against it."""

@@ -23,21 +23,20 @@ from irframework.errors import DonationError
 from irframework.op import IrOp, op_of
 
 # Torch functions and methods that may return a view and read nothing of what they are given.
-_VIEWS = frozenset(
-    """
-    alias as_strided chunk contiguous detach diagonal expand expand_as flatten getattr getitem __getitem__ hsplit imag
-    mH mT movedim moveaxis narrow permute ravel real reshape reshape_as select slice split split_with_sizes squeeze
-    swapaxes swapdims t T tensor_split to transpose type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze
-    view view_as vsplit dsplit float half double bfloat16 cpu cuda type
-    """.split()
+_VIEWS_TEXT = (
+    "alias as_strided bfloat16 chunk contiguous cpu cuda detach diagonal double dsplit expand expand_as "
+    "flatten float getattr getitem __getitem__ half hsplit imag mH mT moveaxis movedim narrow permute ravel "
+    "real reshape reshape_as select slice split split_with_sizes squeeze swapaxes swapdims t T tensor_split to "
+    "transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view view_as vsplit"
 )
+_VIEWS = frozenset(_VIEWS_TEXT.split())
 # They look at sizes only.
-_METADATA = frozenset(
-    """
-    size shape stride dim ndim numel storage_offset is_contiguous dtype device layout requires_grad __len__ len
-    sym_size sym_stride sym_numel sym_storage_offset is_floating_point is_complex element_size nelement data_ptr
-    """.split()
+_METADATA_TEXT = (
+    "data_ptr device dim dtype element_size is_complex is_contiguous is_floating_point layout len __len__ ndim "
+    "nelement numel requires_grad shape size storage_offset stride sym_numel sym_size sym_storage_offset "
+    "sym_stride"
 )
+_METADATA = frozenset(_METADATA_TEXT.split())
 
 
 def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> bool:
@@ -155,7 +154,8 @@ def _may_write(node: Node) -> bool:
         return True
     name = _name(node)
     in_place = name.endswith("_") and not name.startswith("__")
-    return in_place or "out" in node.kwargs or name in ("setitem", "__setitem__") or hasattr(operator, "__i" + name[1:])
+    augmented = name.startswith("i") and hasattr(operator, f"__{name}__")  # iadd, imul, ...
+    return in_place or augmented or "out" in node.kwargs or name in ("setitem", "__setitem__")
 
 
 @dataclass(frozen=True, slots=True)

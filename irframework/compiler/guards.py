@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._guards import Guard, TracingContext
 from torch.fx import Graph, Node
 
-from irframework.priority import current_state, snapshot
+from irframework.priority import current_state, restored, snapshot
 
 _MAX_STATES = 64
+_state_of: weakref.WeakKeyDictionary[TracingContext, Any] = weakref.WeakKeyDictionary()
 _guard_of: weakref.WeakKeyDictionary[TracingContext, Guard] = weakref.WeakKeyDictionary()
 
 
@@ -42,8 +44,17 @@ def watch_choices() -> None:
     guard = _guard_of.get(context)
     if guard is None:
         guard = _guard_of[context] = _priority_guard(context)
+        _state_of[context] = current_state()
     if guard not in context.guards_context.dynamo_guards.inner:  # Dynamo rolls guards back when it retries
         context.guards_context.dynamo_guards.add(guard)
+
+
+def choices_of_this_compile() -> AbstractContextManager[None]:
+    """The priorities under which the running compile began: a backward graph is compiled at the first backward, when
+    the `with ir.priority` around the forward is long over."""
+    context = TracingContext.try_get()
+    state = _state_of.get(context) if context is not None else None
+    return nullcontext() if state is None else restored(state)
 
 
 def _priority_guard(context: TracingContext) -> Guard:
@@ -120,7 +131,7 @@ def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
 
 def _apart(given: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
     """Whether no given tensor shares storage with another tensor."""
-    alias = torch._C._is_alias_of
+    alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     return not any(
         alias(tensor, other) for index, tensor in enumerate(given) for other in (*given[index + 1 :], *others)
     )

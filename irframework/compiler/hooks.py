@@ -36,6 +36,7 @@ class PassSequence(CustomGraphPass):
         self.passes = list(passes)
 
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Run all passes on a graph, in place."""
         for each in self.passes:
             if is_inference is not None and isinstance(each, (PrePass, PostPass)):
                 each(graph, is_inference)

@@ -86,7 +86,8 @@ def _replace(graph: Graph, node: Node, results: Sequence[Node]) -> None:
         return
     for user in list(node.users):
         if user.target is operator.getitem:
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            index: Any = user.args[1]
+            user.replace_all_uses_with(results[index])
             graph.erase_node(user)
         else:
             user.args = _with_tuple(user.args, node, tuple(results))
@@ -134,7 +135,7 @@ class _Fakes:
     def copy(self, inner: Node, new: Node) -> Any:
         value = inner.meta["val"]
         if inner.target is operator.getitem:
-            return new.args[0].meta["val"][new.args[1]]  # type: ignore[union-attr, index]
+            return new.args[0].meta["val"][new.args[1]]  # type: ignore[union-attr]
         if isinstance(value, (tuple, list)):
             if any(storage_of(item) in self._known for item in value if isinstance(item, torch.Tensor)):
                 return self._run(new)

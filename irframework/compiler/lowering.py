@@ -7,8 +7,7 @@ Does not decide (`dispatch.py`), trace (`tracing.py`) or remove the copies it in
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
-from irframework.compiler.aliasing import Aliasing, storage_of
+from irframework.compiler.aliasing import Aliasing
 from irframework.compiler.clones import COPY, mark_copy
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.report import Report, location
@@ -185,7 +184,7 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
     graph = traced.module.graph
     graph.eliminate_dead_code()
     aliasing = Aliasing(graph)
-    (outputs,) = graph.output_node().args
+    outputs: tuple[Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
     expected = node.meta["val"]
     contract.check_count(len(outputs), expected, traced.is_tuple)
     for inner in graph.nodes:
@@ -250,7 +249,9 @@ def _describe(op: IrOp, values: Sequence[Any]) -> str:
 
 def _short(value: torch.Tensor) -> str:
     dtype = str(value.dtype).removeprefix("torch.")
-    return f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}) on {value.device}"
+    return (
+        f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}) on {value.device}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from torch._inductor import custom_graph_pass
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
-
-from irframework.compiler.clones import COPY, materialize, remove_copies
+from irframework.compiler import guards
+from irframework.compiler.clones import COPY, materialize, remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
 from irframework.compiler.lowering import Lowering
 from irframework.compiler.report import Report, current_report
@@ -33,7 +33,7 @@ from irframework.priority import fingerprint, option_scope
 from irframework.settings import settings
 from irframework.torch_ops import NAMESPACE
 
-STAGES = ("pre_grad", "post_grad_pre", "post_grad_post")
+BEFORE, AFTER = "before_lowering", "after_lowering"  # the stages that plugins know
 
 _CustomGraphPass: Any = custom_graph_pass.CustomGraphPass
 _InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", _CustomGraphPass)
@@ -54,24 +54,28 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One pass of a stage: its name (as in `IRFRAMEWORK_DISABLE_PASSES`), what it does, and its part of the key."""
+    """One pass of a stage.
+
+    Attributes:
+        name: As in `IRFRAMEWORK_DISABLE_PASSES` and in the report.
+        run: What it does, in place.
+        key: Its part of the cache key; None means that the result may not be cached.
+        foreign: Whether a plugin brought it: then it also sees graphs without IR ops.
+    """
 
     name: str
     run: Callable[[Graph, Context], None]
-    key: str | None
+    key: str | None = "ours"
+    foreign: bool = False
 
 
 @cache
 def _source_digest() -> str:
-    """Digest of the compiler's own source and the framework's version."""
+    """Digest of the framework's version and source: code under development is never served from an older cache."""
     digest = hashlib.sha256(irframework.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(irframework.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _lower(lowering: Lowering) -> Step:
-    return Step(lowering.name, lambda graph, context: lowering(graph, context.report), "1")
 
 
 def _foreign(stage: str) -> list[Step]:
@@ -80,7 +84,8 @@ def _foreign(stage: str) -> list[Step]:
     for plugin, each in compiler_passes(stage):
         name = getattr(each, "name", None) or getattr(each, "__name__", type(each).__name__)
         identity = each.uuid() if hasattr(each, "uuid") else None
-        steps.append(Step(f"{plugin}.{name}", _call_with_graph(each), None if identity is None else repr(identity)))
+        key = None if identity is None else repr(identity)
+        steps.append(Step(f"{plugin}.{name}", _call_with_graph(each), key, foreign=True))
     return steps
 
 
@@ -91,31 +96,32 @@ def _call_with_graph(graph_pass: Callable[[Graph], object]) -> Callable[[Graph, 
     return run
 
 
-def steps_of(stage: str, lowering: Lowering | None = None) -> list[Step]:
+def steps_of(stage: str, lowering: Lowering) -> list[Step]:
     """The passes of a stage in the order in which they run, without those that are switched off.
 
-    Fusion passes have their place at the head of `post_grad_pre`: IR ops are whole there, and nothing is lowered yet.
+    Fusion has its place at the head of the first stage: IR ops are whole there, and nothing is lowered yet. A
+    donation that no pass used is settled always: it is part of the meaning, not an improvement.
     """
-    if stage == "pre_grad":
-        steps = _foreign(stage)
-    elif stage == "post_grad_pre":
-        steps = [*_foreign(stage), _lower(lowering or Lowering(inplace=False))]
+    lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
+    if stage == BEFORE:
+        steps = [*_foreign(BEFORE), lower]
     else:
         steps = [
-            *_foreign(stage),
-            _lower(lowering or Lowering(inplace=True)),
-            Step("materialize", lambda graph, context: materialize(graph, context.report), "1"),
-            Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference), "1"),
-            Step("verify", lambda graph, context: verify(graph, context.report), "1"),
+            lower,
+            Step("materialize", lambda graph, context: materialize(graph, context.report)),
+            Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference)),
+            Step("settle_donations", lambda graph, context: settle_donations(graph)),
+            *_foreign(AFTER),
+            Step("verify", lambda graph, context: verify(graph)),
         ]
-    disabled = settings().disable_passes
-    steps = [step for step in steps if step.name not in disabled]
-    if {"lower_functional", "lower_inplace"} & set(disabled):  # what is left on purpose is no fault
-        steps = [step for step in steps if step.name != "verify"]
-    return steps
+    disabled = set(settings().disable_passes) - {"settle_donations"}
+    if disabled & {"lower_functional", "lower_inplace"}:  # what is left on purpose is no fault
+        disabled.add("verify")
+    return [step for step in steps if step.name not in disabled]
 
 
 def _key(steps: Sequence[Step]) -> str | None:
+    """One digest of the passes that run, of every choice they can meet, and of the framework."""
     if any(step.key is None for step in steps):
         return None
     digest = hashlib.sha256(_source_digest().encode())
@@ -125,17 +131,15 @@ def _key(steps: Sequence[Step]) -> str | None:
 
 
 def _run(stage: str, steps: Sequence[Step], graph: Graph, context: Context) -> None:
-    module = graph.owning_module
-    _keep_text(context.report, f"before {stage}", graph)
+    module: Any = graph.owning_module
+    if stage == BEFORE:
+        _keep_text(context.report, "before lowering", graph)
     for step in steps:
         began = time.perf_counter()
-        if isinstance(module, GraphModule):
-            observer = GraphTransformObserver(module, step.name, subsystem="irframework")
-            observer.apply_graph_pass(partial(_guarded, step, context))
-        else:
-            _guarded(step, context, graph)
+        observer = GraphTransformObserver(module, step.name, subsystem="irframework")
+        observer.apply_graph_pass(partial(_guarded, step, context))
         context.report.add_time(step.name, time.perf_counter() - began)
-    _keep_text(context.report, f"after {stage}", graph)
+    _keep_text(context.report, "functional ops lowered" if stage == BEFORE else "lowered", graph)
 
 
 def _keep_text(report: Report, stage: str, graph: Graph) -> None:
@@ -168,29 +172,27 @@ def _concerns_us(graph: Graph) -> bool:
 
 
 class PreGradPass(_CustomGraphPass):  # type: ignore[misc]
-    """Before autograd: `maybe_inplace` becomes functional, then passes of plugins."""
+    """Before autograd: `maybe_inplace` becomes functional."""
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite a graph of torch functions in place."""
         run_pre_grad(graph)
 
-    def uuid(self) -> str | None:
-        """The cache key of what runs now; None (no caching) if a plugin's pass has none."""
-        return _key(steps_of("pre_grad"))
+    def uuid(self) -> str:
+        """The cache key. What the pass decides by is in the graph, or in the graph that it makes."""
+        return _source_digest()
 
 
 def run_pre_grad(graph: Graph) -> None:
     """Run the pre-grad stage on one graph; a second run changes nothing."""
     from irframework.compiler import hooks
 
-    foreign = steps_of("pre_grad")
-    if _holds_ir_ops(graph) or any(node.op == "get_attr" for node in graph.nodes):
+    holds_ir_ops = _holds_ir_ops(graph)
+    if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
         began = time.perf_counter()
-        report = current_report(create=_holds_ir_ops(graph)) or Report()
+        report = current_report(create=holds_ir_ops) or Report()
         functionalize(graph, report, donate_inputs=hooks.donation_is_in_the_key())
         report.add_time("functionalize", time.perf_counter() - began)
-    if foreign:
-        _run("pre_grad", foreign, graph, Context(current_report() or Report(), inference=False))
 
 
 class _PostGradPass(_InferenceAware):  # type: ignore[misc]
@@ -200,7 +202,7 @@ class _PostGradPass(_InferenceAware):  # type: ignore[misc]
 
     def __init__(self, option_priority: Mapping[str, Any] | None = None) -> None:
         self.option_priority = dict(option_priority or {})
-        self.lowering = Lowering(inplace=self.stage == "post_grad_post")
+        self.lowering = Lowering(inplace=self.stage == AFTER)
 
     @property
     def selected_impls(self) -> dict[str, dict[str, str]]:
@@ -209,26 +211,26 @@ class _PostGradPass(_InferenceAware):  # type: ignore[misc]
 
     def __call__(self, graph: Graph, is_inference: bool = False) -> None:
         """Run the stage on a graph, in place."""
-        with option_scope(self.option_priority):
+        with guards.choices_of_this_compile(), option_scope(self.option_priority):
             steps = steps_of(self.stage, self.lowering)
-            if _concerns_us(graph) or any(step.key is None for step in steps):
+            if _concerns_us(graph) or any(step.foreign for step in steps):
                 report = current_report()
                 assert report is not None
                 _run(self.stage, steps, graph, Context(report, is_inference))
 
     def uuid(self) -> str | None:
         """The cache key of the very list that runs; None (no caching) if a plugin's pass has none."""
-        with option_scope(self.option_priority):
+        with guards.choices_of_this_compile(), option_scope(self.option_priority):
             return _key(steps_of(self.stage, self.lowering))
 
 
 class PrePass(_PostGradPass):
     """After autograd, before Inductor's own patterns: fusion, plugins' passes, functional implementations."""
 
-    stage = "post_grad_pre"
+    stage = BEFORE
 
 
 class PostPass(_PostGradPass):
     """After Inductor's own patterns: in-place implementations, their copies, verification."""
 
-    stage = "post_grad_post"
+    stage = AFTER

@@ -188,7 +188,7 @@ def source_line(node: Node) -> str:
         return ""
     lines = [line.strip() for line in trace.strip().splitlines()]
     for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File "):
+        if lines[index].startswith("File ") and "<irframework " not in lines[index]:  # not a generated dispatcher
             code = lines[index + 1] if index + 1 < len(lines) else ""
             return f"{lines[index].removeprefix('File ')}: {code}".rstrip(": ")
     return lines[-1]
@@ -231,5 +231,3 @@ def _node_text(node: Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
         name = str(node.target)
     return f"{left} = {name}({', '.join(arguments)})"
-
-

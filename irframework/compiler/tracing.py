@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
             for index in dynamic:
                 value = full[index]
                 if isinstance(value, FunctionalTensor):
-                    torch._sync(value)
-                    if torch._functionalize_has_data_mutation(value.elem):
+                    _sync(value)
+                    if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
                         written.append(index)
         return outputs
 
@@ -89,7 +91,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
         stack.enter_context(_use_lazy_graph_module(True))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(torch._dispatch.python.enable_python_dispatcher())
+        stack.enter_context(enable_python_dispatcher())
         stack.enter_context(inductor_config.patch(enable_auto_functionalized_v2=False))
         module = make_fx(
             functional,
@@ -100,9 +102,12 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
     return Trace(module, dynamic, tuple(written), is_tuple)
 
 
+_sync: Callable[[torch.Tensor], None] = torch._sync  # type: ignore[attr-defined]
+
+
 def _unwrap(value: object) -> torch.Tensor:
     if isinstance(value, FunctionalTensor):
-        torch._sync(value)
+        _sync(value)
         inner = torch._from_functional_tensor(value.elem)
         assert isinstance(inner, torch.Tensor)
         return inner
@@ -118,7 +123,7 @@ def fake_like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
             return torch.empty_like(value)
     offset = value.storage_offset()
     with torch._C._DisableTorchDispatch():
-        if isinstance(offset, int) and offset == 0:
+        if statically_known_true(offset == 0):
             meta = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
         else:
             extent = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True)) + 1
@@ -133,5 +138,5 @@ def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
     step: Any = 1
     for size in reversed(value.shape):
         strides.append(step)
-        step = step * (size if isinstance(size, torch.SymInt) else max(size, 1))
+        step = step * (max(size, 1) if type(size) is int else size)
     return tuple(reversed(strides))

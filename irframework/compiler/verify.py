@@ -9,12 +9,12 @@ from torch.fx import Graph, Node
 
 from irframework.compiler.aliasing import Aliasing
 from irframework.compiler.clones import GRANTED, KERNEL
-from irframework.compiler.report import Report, location
+from irframework.compiler.report import location
 from irframework.errors import VerifyError
 from irframework.torch_ops import NAMESPACE
 
 
-def verify(graph: Graph, report: Report) -> None:
+def verify(graph: Graph) -> None:
     """Check a graph after lowering.
 
     Raises:
@@ -37,8 +37,8 @@ def verify(graph: Graph, report: Report) -> None:
                 if root.op in ("placeholder", "get_attr") and GRANTED not in root.meta:
                     op, provider = kernel.meta[KERNEL]
                     raise VerifyError(
-                        f"Implementation {provider!r} of op {op!r} (node {kernel.name}) would overwrite {written.name}, "
-                        f"which is memory of {_what(root)} that nobody gave away{location(kernel)}. "
+                        f"Implementation {provider!r} of op {op!r} (node {kernel.name}) would overwrite "
+                        f"{written.name}, which is memory of {_what(root)} that nobody gave away{location(kernel)}. "
                         "This is a fault of irframework: please report it with this graph; "
                         "IRFRAMEWORK_DISABLE_PASSES=remove_copies avoids it."
                     )
