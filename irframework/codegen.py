@@ -100,8 +100,8 @@ def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
     from irframework.dispatch import other_context
 
     names = "".join(f"{name}, " for name in op.signature.parameters)
-    source = f"def __call__({_with_self(op)}):\n    return other_context(op, donated, ({names}))\n"
-    scope = {**op.parameters.defaults, "other_context": other_context, "op": op, "donated": donated}
+    source = f"def __call__({_with_self(op)}):\n    return _other_context(_op, _donated, ({names}))\n"
+    scope = {**op.parameters.defaults, "_other_context": other_context, "_op": op, "_donated": donated}
     function = _compile("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
     return function
@@ -110,8 +110,8 @@ def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
 def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
     """Return what Dynamo traces instead of any generated `__call__`: the torch op, as one opaque node."""
     if form.traced_call is None:
-        source = f"def traced_call({_with_self(op)}):\n    return torch_op({op.parameters.passed})\n"
-        form.traced_call = _compile("traced_call", source, {**op.parameters.defaults, "torch_op": form.torch_op})
+        source = f"def traced_call({_with_self(op)}):\n    return _torch_op({op.parameters.passed})\n"
+        form.traced_call = _compile("traced_call", source, {**op.parameters.defaults, "_torch_op": form.torch_op})
     traced: Callable[..., Any] = form.traced_call
     return traced
 
@@ -137,20 +137,20 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
     scope = {
         **writer.scope,
         **op.parameters.defaults,
-        "CONTEXT": context,
-        "op": op,
-        "current_context": dispatch.current_context,
-        "other_context": dispatch.other_context,
-        "unusual": dispatch.unusual,
-        "own_outputs": dispatch.own_outputs,
-        "predicate_raised": dispatch.predicate_raised,
-        "modes": _python_dispatch,
-        "shares_storage": torch._C._is_alias_of,
-        "grad_enabled": torch.is_grad_enabled,
-        "contiguous_format": torch.contiguous_format,
-        "Tensor": Tensor,
-        "Parameter": Parameter,
-        "Rejected": Rejected,
+        "_CONTEXT": context,
+        "_op": op,
+        "_current_context": dispatch.current_context,
+        "_other_context": dispatch.other_context,
+        "_unusual": dispatch.unusual,
+        "_own_outputs": dispatch.own_outputs,
+        "_predicate_raised": dispatch.predicate_raised,
+        "_modes": _python_dispatch,
+        "_shares_storage": torch._C._is_alias_of,
+        "_grad_enabled": torch.is_grad_enabled,
+        "_contiguous_format": torch.contiguous_format,
+        "_Tensor": Tensor,
+        "_Parameter": Parameter,
+        "_Rejected": Rejected,
     }
     function = _compile("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ class _Writer:
 
     def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
         names = "".join(f"{name}, " for name in self.op.signature.parameters)
-        lines = [f"def __call__({_with_self(self.op)}):", "    if current_context() is CONTEXT:"]
+        lines = [f"def __call__({_with_self(self.op)}):", "    if _current_context() is _CONTEXT:"]
         plain = self._plain_arguments()
         if plain is not None:
             lines.append(f"        if {plain}:")
@@ -184,25 +184,25 @@ class _Writer:
                 self.local_dtypes = self._read_twice(impls)
                 for name in self.local_dtypes:
                     read = self._unless_none_else(name, f"{name}.dtype")
-                    lines.append(f"                {name}_dtype = {read}")
+                    lines.append(f"                _{name}_dtype = {read}")
                 for impl in impls:
                     lines.extend(self._candidate(impl))
-        lines.append(f"        return unusual(op, {self.donated}, ({names}))")
-        lines.append(f"    return other_context(op, {self.donated}, ({names}))")
+        lines.append(f"        return _unusual(_op, {self.donated}, ({names}))")
+        lines.append(f"    return _other_context(_op, {self.donated}, ({names}))")
         return "\n".join(lines) + "\n"
 
     def _plain_arguments(self) -> str | None:
         """Expression that is true when the plain path is right for the arguments; None when it never is."""
         if not self.op.tensors or set(self.op.signature.parameters) - set(self.op.tensors) - self._numbers():
             return None
-        tests = ["not modes._is_in_torch_dispatch_mode"]
+        tests = ["not _modes._is_in_torch_dispatch_mode"]
         for name in self.op.tensors:
             # Weights are usually Parameters and activations are not: ask for the likelier class first. A Parameter
             # is never overwritten, so it is no plain activation of a donating call.
             if self.donated and name in self.op.activations:
-                test = f"{name}.__class__ is Tensor"
+                test = f"{name}.__class__ is _Tensor"
             else:
-                first, second = ("Tensor", "Parameter") if name in self.op.activations else ("Parameter", "Tensor")
+                first, second = ("_Tensor", "_Parameter") if name in self.op.activations else ("_Parameter", "_Tensor")
                 test = f"({name}.__class__ is {first} or {name}.__class__ is {second})"
             tests.append(self._unless_none(name, test))
         for name, parameter in self.op.signature.parameters.items():
@@ -213,7 +213,7 @@ class _Writer:
             f"({name} is not None and {name}.requires_grad)" if name in self.optional else f"{name}.requires_grad"
             for name in self.op.tensors
         )
-        tests.append(f"not (grad_enabled() and ({needs_grad}))")
+        tests.append(f"not (_grad_enabled() and ({needs_grad}))")
         return " and ".join(tests)
 
     def _numbers(self) -> set[str]:
@@ -234,10 +234,10 @@ class _Writer:
         tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
         text = " and ".join(tests)
         for name in self.local_dtypes:
-            text = re.sub(rf"\b{name}\.dtype\b", f"{name}_dtype", text)
+            text = re.sub(rf"\b{name}\.dtype\b", f"_{name}_dtype", text)
         for constant in set(re.findall(r"\btorch\.(\w+)", text)):
-            self.scope[f"torch_{constant}"] = getattr(torch, constant)
-        return re.sub(r"\btorch\.(\w+)", r"torch_\1", text)
+            self.scope[f"_torch_{constant}"] = getattr(torch, constant)
+        return re.sub(r"\btorch\.(\w+)", r"_torch_\1", text)
 
     def _on_device(self, device: str) -> str:
         tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]
@@ -250,7 +250,7 @@ class _Writer:
         return " and ".join(tests)
 
     def _candidate(self, impl: "IrOpImpl") -> list[str]:
-        fn = self._name("f", impl.fn)
+        fn = self._name("_f", impl.fn)
         tests = self._tests(impl)
         indent = " " * 16
         lines = []
@@ -258,26 +258,26 @@ class _Writer:
             lines.append(f"{indent}if {tests}:")
             indent += "    "
         if impl.predicates:
-            asked = " and ".join(f"{self._name('p', p)}({passed_to(self.op, p)})" for p in impl.predicates)
+            asked = " and ".join(f"{self._name('_p', p)}({passed_to(self.op, p)})" for p in impl.predicates)
             lines += [
                 f"{indent}try:",
-                f"{indent}    ok = {asked}",
-                f"{indent}except Exception as error:",
-                f"{indent}    ok = predicate_raised({self._name('i', impl)}, error)",
-                f"{indent}if ok is True or (ok is not False and ok.__class__ is not Rejected and ok):",
+                f"{indent}    _ok = {asked}",
+                f"{indent}except Exception as _error:",
+                f"{indent}    _ok = _predicate_raised({self._name('_i', impl)}, _error)",
+                f"{indent}if _ok is True or (_ok is not False and _ok.__class__ is not _Rejected and _ok):",
             ]
             indent += "    "
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")
             lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
-            lines.append(f"{indent}return unusual(op, True, ({''.join(f'{n}, ' for n in self.op.signature.parameters)}))")
+            lines.append(f"{indent}return _unusual(_op, True, ({''.join(f'{n}, ' for n in self.op.signature.parameters)}))")
             return lines
         if impl.inplace:
             for name in self.op.activations:
-                copy = f"{name}.clone(memory_format=contiguous_format)"
-                lines.append(f"{indent}own_{name} = {self._unless_none_else(name, copy)}")
-            passed = passed_to(self.op, impl.fn, rename={name: f"own_{name}" for name in self.op.activations})
+                copy = f"{name}.clone(memory_format=_contiguous_format)"
+                lines.append(f"{indent}_own_{name} = {self._unless_none_else(name, copy)}")
+            passed = passed_to(self.op, impl.fn, rename={name: f"_own_{name}" for name in self.op.activations})
         return lines + self._finish(indent, f"{fn}({passed})", impl, given=())
 
     def _may_overwrite(self) -> str:
@@ -288,29 +288,29 @@ class _Writer:
             for other in seen:
                 if other in self.op.activations:
                     nones = [f"{n} is None" for n in (other, name) if n in self.optional]
-                    tests.append(f"({' or '.join([*nones, f'not shares_storage({other}, {name})'])})")
+                    tests.append(f"({' or '.join([*nones, f'not _shares_storage({other}, {name})'])})")
             seen.append(name)
         return " and ".join(tests)
 
     def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
         """Call the function and return its outputs if they keep the op's promises, else repair them."""
         kept = [name for name in self.op.tensors if name not in given]
-        outputs = ["y"] if self.op.num_outputs == 1 else [f"y{i}" for i in range(self.op.num_outputs)]
-        lines = [f"{indent}result = {call}"]
+        outputs = ["_y"] if self.op.num_outputs == 1 else [f"_y{i}" for i in range(self.op.num_outputs)]
+        lines = [f"{indent}_result = {call}"]
         names = "".join(f"{name}, " for name in self.op.signature.parameters)
-        repair = f"own_outputs(op, result, ({names}), {self._name('i', impl)}, {given!r})"
+        repair = f"_own_outputs(_op, _result, ({names}), {self._name('_i', impl)}, {given!r})"
         if len(outputs) == 1:
-            lines.append(f"{indent}y = result")
+            lines.append(f"{indent}_y = _result")
             guard = ""
         else:
-            lines.append(f"{indent}if result.__class__ is tuple and len(result) == {len(outputs)}:")
-            lines.append(f"{indent}    {', '.join(outputs)} = result")
+            lines.append(f"{indent}if _result.__class__ is tuple and len(_result) == {len(outputs)}:")
+            lines.append(f"{indent}    {', '.join(outputs)} = _result")
             guard = "    "
-        tests = [f"{y}.__class__ is Tensor and {y}.is_contiguous()" for y in outputs]
+        tests = [f"{y}.__class__ is _Tensor and {y}.is_contiguous()" for y in outputs]
         tests += [f"{y} is not {name}" for y in outputs for name in kept]
         tests += [f"{a} is not {b}" for i, a in enumerate(outputs) for b in outputs[:i]]
         lines.append(f"{indent}{guard}if {' and '.join(tests)}:")
-        lines.append(f"{indent}{guard}    return result")
+        lines.append(f"{indent}{guard}    return _result")
         lines.append(f"{indent}return {repair}")
         return lines
 
@@ -318,7 +318,7 @@ class _Writer:
         for name, known in self.scope.items():
             if known is value and name.startswith(kind):
                 return name
-        name = f"{kind}{len(self.scope)}_"
+        name = f"{kind}{len(self.scope)}"
         self.scope[name] = value
         return name
 
@@ -355,17 +355,17 @@ def passed_to(op: "IrOp", fn: Callable[..., Any], rename: dict[str, str] | None 
 def make_failed_check(impl: "IrOpImpl") -> Callable[..., str | None]:
     """Return a function with the op's signature that gives the reasons of all declared conditions that fail."""
     op = impl.op
-    lines = [f"def failed_check({op.parameters.declared}):", "    reasons = []"]
+    lines = [f"def failed_check({op.parameters.declared}):", "    _reasons = []"]
     for name in impl.missing:
         reason = f"f'it was written before the parameter {name}, which the call sets to {{{name}!r}}'"
-        lines += [f"    if not ({missing_test(op, name)}):", f"        reasons.append({reason})"]
+        lines += [f"    if not ({missing_test(op, name)}):", f"        _reasons.append({reason})"]
     for check in impl.checks:
-        lines += [f"    if not ({check.test}):", f"        reasons.append({check.reason})"]
-    lines.append("    return '; '.join(reasons) or None")
+        lines += [f"    if not ({check.test}):", f"        _reasons.append({check.reason})"]
+    lines.append("    return '; '.join(_reasons) or None")
     return _compile("failed_check", "\n".join(lines) + "\n", {**op.parameters.defaults, "torch": torch})
 
 
 def make_apply(op: "IrOp", fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the op's signature that calls `fn` with the parameters it has."""
-    source = f"def apply({op.parameters.declared}):\n    return fn({passed_to(op, fn)})\n"
-    return _compile("apply", source, {**op.parameters.defaults, "fn": fn})
+    source = f"def apply({op.parameters.declared}):\n    return _fn({passed_to(op, fn)})\n"
+    return _compile("apply", source, {**op.parameters.defaults, "_fn": fn})

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "irframework"
 MAYBE_INPLACE = "maybe_inplace"
+_TAKEN = ("self", "torch", "tuple", "len", "str", "float", "int", "bool", "Exception")  # what generated code refers to
 
 
 @dataclass(slots=True)
@@ -41,6 +42,10 @@ class Handle:
 
 
 _handles: dict[str, Handle] = {}
+_RESULT_ADVICE = (
+    " An op returns a tensor, a tuple of tensors or a list of tensors, and always the same number; where one may be "
+    "absent, return an empty tensor, or declare two ops."
+)
 
 
 def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Signature, str]:
@@ -58,6 +63,11 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
             raise InvalidOpError(f"Op {name!r} ({place}): *args and **kwargs have no place in a schema.")
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise InvalidOpError(f"Op {name!r} ({place}): parameter {parameter.name!r} must not be positional-only.")
+        if parameter.name in _TAKEN or parameter.name.startswith("_"):
+            raise InvalidOpError(
+                f"Op {name!r} ({place}): a parameter cannot be called {parameter.name!r}; generated code uses names with a "
+                f"leading underscore and {', '.join(_TAKEN)}. Rename it."
+            )
 
     def prototype() -> None:
         """Carries the resolved signature to `infer_schema`."""
@@ -66,9 +76,10 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
     try:
         schema = infer_schema(prototype, mutates_args=())
     except ValueError as error:
-        raise InvalidOpError(f"Op {name!r} ({place}) has no torch schema: {error}") from None
-    if count_outputs(schema) == 0:
-        raise InvalidOpError(f"Op {name!r} ({place}) returns nothing; an op returns tensors.")
+        raise InvalidOpError(f"Op {name!r} ({place}) has no torch schema: {error}{_RESULT_ADVICE}") from None
+    results = [str(value.type) for value in torch._C.parse_schema(f"irframework::f{schema}").returns]
+    if not results or not all(kind in ("Tensor", "List[Tensor]") for kind in results):
+        raise InvalidOpError(f"Op {name!r} ({place}) returns {', '.join(results) or 'nothing'}.{_RESULT_ADVICE}")
     return signature, schema
 
 
