@@ -1,0 +1,167 @@
+"""Owns which calls the kernels take, and the functions that are registered for them.
+
+Imports the kernels, and with them Triton, at the first call.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import irframework as ir
+from irframework_triton_kernels.availability import triton_runs
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32)
+DEVICES = ("cuda", "xpu")
+
+
+@functools.cache
+def _launch() -> ModuleType:
+    from irframework_triton_kernels import launch
+
+    return launch
+
+
+# --- what the kernels take ----------------------------------------------------------------------------------------
+
+
+def variance_fits(x: Tensor, variance_size: int | None) -> bool | ir.Rejected:
+    """A mean over no element, or over more than there are, is a mistake that native explains."""
+    if variance_size is None or 0 < variance_size <= x.shape[-1]:
+        return True
+    return ir.reject(f"variance_size={variance_size} does not fit rows of {x.shape[-1]} elements")
+
+
+def norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool | ir.Rejected:
+    """See `variance_fits`."""
+    return variance_fits(x, variance_size)
+
+
+def add_norm_fits(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool | ir.Rejected:
+    """See `variance_fits`."""
+    return variance_fits(x, variance_size)
+
+
+def heads_fit(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> bool | ir.Rejected:
+    """Ranks and sizes fit each other; how many tokens there are is not looked at."""
+    rotary_dim = cos_sin_cache.shape[-1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        return ir.reject(
+            f"rotates {rotary_dim} elements of a head of {head_size}, needs an even number of at most that"
+        )
+    for name, x in (("query", query), ("key", key)):
+        if x is None:
+            continue
+        apart = x.dim() == positions.dim() + 2
+        if not apart and x.dim() != positions.dim() + 1:
+            return ir.reject(f"{name} has {x.dim()} dimensions, does not fit positions with {positions.dim()}")
+        if x.shape[-1] != head_size if apart else x.shape[-1] % head_size:
+            return ir.reject(f"{name} has a last dimension of {x.shape[-1]}, does not fit head_size={head_size}")
+    return True
+
+
+NORM: dict[str, Any] = {
+    "dtype": {"x": FLOATS, "weight": FLOATS},
+    "last_dim_of": {"weight": "x"},
+}
+# An odd last dimension is left to native, whose error message is the op's own.
+GATED: dict[str, Any] = {"dtype": FLOATS, "row_contiguous": ("x",), "multiple_of": {"x": 2}}
+
+
+# --- what is registered -------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """See `irframework.ops.rms_norm`."""
+    y: Tensor = _launch().rms_norm(x, weight, epsilon, variance_size)
+    return y
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm`.
+
+    Writes to new memory, also when its inputs are given away: that moves as many bytes as overwriting them, and
+    needs no copy when they are not.
+    """
+    pair: tuple[Tensor, Tensor] = _launch().fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
+    return pair
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `irframework.ops.silu_and_mul`."""
+    y: Tensor = _launch().gated(x, "silu")
+    return y
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """See `irframework.ops.gelu_and_mul`."""
+    y: Tensor = _launch().gated(x, approximate)
+    return y
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.rotary_embedding`. A position outside the cache gives NaN.
+
+    Raises:
+        ValueError: query or key is not for as many tokens as there are positions.
+    """
+    for name, x in (("query", query), ("key", key)):
+        if x is not None and x.shape[: positions.dim()] != positions.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, positions have shape {tuple(positions.shape)}")
+    pair: tuple[Tensor, Tensor] = _launch().rotary_embedding(positions, query, key, cos_sin_cache, head_size, is_neox)
+    return pair
+
+
+def register(provider: str) -> None:
+    """Registers every implementation under `provider`. A row's result never depends on the other rows (`tiles`)."""
+    common: dict[str, Any] = {"supported": triton_runs, "device_types": DEVICES, "batch_invariant": True}
+    ir.ops.rms_norm.register_impl(
+        provider, supports_args=ir.supports(row_contiguous=("x", "weight"), **NORM) & norm_fits, **common
+    )(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(
+        provider,
+        supports_args=ir.supports(
+            same_dtype=("x", "x_residual"),
+            same_shape=("x", "x_residual"),
+            row_contiguous=("x", "x_residual", "weight"),
+            **NORM,
+        )
+        & add_norm_fits,
+        **common,
+    )(fused_add_rms_norm)
+    ir.ops.silu_and_mul.register_impl(provider, supports_args=ir.supports(**GATED), **common)(silu_and_mul)
+    ir.ops.gelu_and_mul.register_impl(
+        provider, supports_args=ir.supports(one_of={"approximate": ("none", "tanh")}, **GATED), **common
+    )(gelu_and_mul)
+    ir.ops.rotary_embedding.register_impl(
+        provider,
+        supports_args=ir.supports(
+            dtype={"positions": INTEGERS, "query": FLOATS, "key": FLOATS, "cos_sin_cache": FLOATS},
+            ndim={"cos_sin_cache": 2},
+            contiguous=("positions",),
+            row_contiguous=("query", "key", "cos_sin_cache"),
+        )
+        & heads_fit,
+        **common,
+    )(rotary_embedding)
