@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from irframework.errors import ImplementationContractError
+
 if TYPE_CHECKING:
     from irframework.op import IrOp
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 def register(op: "IrOp", library: Library) -> None:
     """Make the op's default overload differentiable."""
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: dict[str, Any] | None = None
+    ) -> None:
         flat: list[Tensor] = []
         layout: list[Any] = []
         for value in inputs:
@@ -32,13 +36,13 @@ def register(op: "IrOp", library: Library) -> None:
         ctx.save_for_backward(*flat)
         ctx.layout = layout
         ctx.constants = [value if place is None else None for place, value in zip(layout, inputs, strict=True)]
+        ctx.keyword_only = tuple((keyword_only_inputs or {}).values())  # never tensors: torch allows none there
 
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = list(ctx.saved_tensors)
         wanted = _wanted(ctx)
         if op.backward is not None:
-            args = _rebuild(ctx, saved)
-            return _spread(ctx, list(op.backward(grads, *args)), registered=True)
+            return _spread(ctx, _registered(op, grads, _rebuild(ctx, saved)), registered=True)
         gradients = vjp_of_native(op, ctx, saved, grads, wanted)
         return _spread(ctx, gradients, registered=False)
 
@@ -49,12 +53,14 @@ def register_maybe_inplace(op: "IrOp", library: Library) -> None:
     """Send a `maybe_inplace` call that needs gradients to the default overload: it overwrites nothing."""
     overload = op.maybe_inplace.torch_op
     default = op.torch_op
+    keyword_only = [p.name for p in op.signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    positional = len(op.signature.parameters) - len(keyword_only)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         values = op.bind(args, kwargs)
         if torch.is_grad_enabled() and any(_needs_grad(value) for value in values):
-            return default(*values)
-        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *values)
+            return default(*values[:positional], **dict(zip(keyword_only, values[positional:], strict=True)))
+        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     library.impl(f"{op.name}.maybe_inplace", autograd_kernel, "Autograd", with_keyset=True)
 
@@ -84,7 +90,20 @@ def _rebuild(ctx: Any, tensors: list[Any]) -> list[Any]:
             args.append([tensors[i] for i in place])
         else:
             args.append(constant if place is None else tensors[place])
-    return args
+    return [*args, *ctx.keyword_only]
+
+
+def _registered(op: "IrOp", grads: tuple[Any, ...], args: list[Any]) -> list[Any]:
+    """Call the registered backward and check that it gives one gradient, or None, per tensor parameter."""
+    found = op.backward(grads, *args) if op.backward is not None else ()
+    gradients = [found] if isinstance(found, Tensor) else list(found)
+    wanted = [p for p in op.signature.parameters.values() if "Tensor" in str(p.annotation)]
+    if len(gradients) != len(wanted):
+        raise ImplementationContractError(
+            f"The registered backward of op {op.name!r} returned {len(gradients)} gradients; it must return one (or "
+            f"None) for each of {', '.join(p.name for p in wanted)}."
+        )
+    return gradients
 
 
 def _spread(ctx: Any, gradients: list[Any], registered: bool) -> Any:
@@ -113,7 +132,7 @@ def vjp_of_native(op: "IrOp", ctx: Any, saved: list[Tensor], grads: tuple[Any, .
             tensor.view_as(tensor) if second_order and tensor.requires_grad else tensor.detach().requires_grad_(need)
             for tensor, need in zip(saved, wanted, strict=True)
         ]
-        outputs = op.native(*_rebuild(ctx, own))
+        outputs = op.registered["native"].apply(tuple(_rebuild(ctx, own)))
     flat = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
     pairs = [(o, g) for o, g in zip(flat, grads, strict=True) if g is not None and o.requires_grad]
     targets = [tensor for tensor, need in zip(own, wanted, strict=True) if need]

@@ -262,9 +262,11 @@ class _Writer:
             lines += [
                 f"{indent}try:",
                 f"{indent}    _ok = {asked}",
+                f"{indent}    if _ok is not True and _ok is not False:",
+                f"{indent}        _ok = _ok.__class__ is not _Rejected and bool(_ok)",
                 f"{indent}except Exception as _error:",
                 f"{indent}    _ok = _predicate_raised({self._name('_i', impl)}, _error)",
-                f"{indent}if _ok is True or (_ok is not False and _ok.__class__ is not _Rejected and _ok):",
+                f"{indent}if _ok:",
             ]
             indent += "    "
         passed = passed_to(self.op, impl.fn)

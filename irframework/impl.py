@@ -117,13 +117,14 @@ class IrOpImpl:
             positional, keywords = _split(predicate, {n: v for n, v in named.items() if n in known})
             try:
                 answer = predicate(*positional, **keywords)
+                accepted = bool(answer)
             except Exception as error:
                 if symbolic.is_guard_error(error):
                     raise
                 return Rejected(f"supports_args raised {type(error).__name__}: {error}")
             if isinstance(answer, Rejected):
                 return answer
-            if not answer:
+            if not accepted:
                 return Rejected("supports_args said no")
         return True
 

@@ -20,6 +20,7 @@ from irframework import codegen, torch_ops
 from irframework.conditions import Predicate, Supports
 from irframework.decision import Decision, Rejected
 from irframework.errors import (
+    ArgumentError,
     ConditionError,
     DuplicateImplementationError,
     DuplicateOpError,
@@ -33,7 +34,7 @@ from irframework.impl import IrOpImpl, check_signature, place_of
 from irframework.registry import registry
 
 NATIVE = "native"
-_RESERVED_OPS = ("donate", "layernorm", "activation", "rotary")  # a torch op of ours; modules of irframework.ops
+_RESERVED_OPS = ("donate", "name", "layernorm", "activation", "rotary")  # torch.ops has two; modules of irframework.ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class IrOp:
         self.misses = 0
         self.maybe_inplace: Any = codegen.class_of(MaybeInplace)(self)
         self.backward: Callable[..., Any] | None = None
-        self.fake: Callable[..., Any] | None = None
+        self.fake: IrOpImpl | None = None
         self.input_generator: Callable[..., Any] | None = None
         self.tolerances = dict(_TOLERANCES)
         self.registered: dict[str, IrOpImpl] = {
@@ -209,10 +210,15 @@ class IrOp:
                 f"Op {self.name!r}: the provider name 'native' is reserved for the op's own function ({self.source}). "
                 "Choose another name."
             )
-        if not provider or any(c in provider for c in ",;= \t\n"):
+        if not isinstance(provider, str):
+            raise ArgumentError(
+                f"Op {self.name!r}: register_impl expects a provider's name, got {provider!r:.60}. Write "
+                f'@ir.ops.{self.name}.register_impl("name") above the function.'
+            )
+        if not provider or any(c in provider for c in ",;=? \t\n"):
             raise ReservedNameError(
                 f"Op {self.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain "
-                "spaces, commas, semicolons or equal signs, which priority strings use."
+                "spaces, commas, semicolons, equal or question marks, which priority strings use."
             )
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
@@ -240,7 +246,6 @@ class IrOp:
             raise ConditionError(f"register_impl({provider!r}) of op {self.name!r} expects a function, got {fn!r}.")
         missing = check_signature(self, fn, "The implementation", provider)
         impl = IrOpImpl(self, provider, fn, source=place_of(fn), missing=missing)
-        impl.plugin = registry.transaction.plugin if registry.transaction else None
         if isinstance(condition, Supports):
             try:
                 impl.checks = condition.checks(self.signature, self.tensors)
@@ -269,7 +274,8 @@ class IrOp:
                     "give the other one a name of its own."
                 )
             self.registered[impl.provider] = impl
-            if registry.transaction is not None:
+            if registry.transaction is not None:  # read under the lock: another thread may be loading plugins
+                impl.plugin = registry.transaction.plugin
                 registry.transaction.providers.add(impl.provider)
             registry.record(lambda: self._restore(impl.provider, earlier))
             registry.changed()
@@ -289,7 +295,7 @@ class IrOp:
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Register a shape function to use instead of running native on fake tensors. It must not depend on a provider."""
         check_signature(self, fn, "The shape function", "fake")
-        self.fake = fn
+        self.fake = IrOpImpl(self, "shape function", fn, source=place_of(fn))
         registry.changed()
         return fn
 
@@ -431,6 +437,8 @@ def register_op(
     """
 
     def decorate(native: Callable[..., Any]) -> IrOp:
+        if not callable(native):
+            raise InvalidOpError(f"register_op expects a function, got {native!r:.60}. A name is given as name=...")
         return _declare(native, name or native.__name__, activations, allow_inplace, fuse)
 
     return decorate if fn is None else decorate(fn)
@@ -457,8 +465,6 @@ def _declare(
                 "Choose another name, or register an implementation of the existing op."
             )
         signature, schema = torch_ops.schema_of(native, name, place)
-        if earlier is not None:
-            return _redeclare(earlier, native, schema, place)
         tensors = torch_ops.tensor_parameters(signature)
         given = tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(activations)
         for parameter in given:
@@ -472,6 +478,8 @@ def _declare(
                 f"Op {name!r} ({place}) has allow_inplace=True but no activation. Name one with activations=(...), or "
                 "let a tensor parameter's name start with 'x'."
             )
+        if earlier is not None:
+            return _redeclare(earlier, native, schema, given, allow_inplace, fuse, place)
         op: IrOp = codegen.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
         handle = torch_ops.define(op)
         registry.ops[name] = op
@@ -482,18 +490,28 @@ def _declare(
         return op
 
 
-def _redeclare(op: IrOp, native: Callable[..., Any], schema: str, place: str) -> IrOp:
+def _redeclare(
+    op: IrOp,
+    native: Callable[..., Any],
+    schema: str,
+    activations: tuple[str, ...],
+    allow_inplace: bool,
+    fuse: bool | Supports,
+    place: str,
+) -> IrOp:
     """A module was reloaded: keep the object that models hold, and give it the new body."""
-    if schema != op.schema:
+    before = f"{op.name}{op.schema}, activations={op.activations}, allow_inplace={op.allow_inplace}"
+    now = f"{op.name}{schema}, activations={activations}, allow_inplace={allow_inplace}"
+    if now != before:
         raise DuplicateOpError(
-            f"Op {op.name!r} was declared again at {place} with another signature.\n  before: {op.name}{op.schema} "
-            f"({op.source})\n  now:    {op.name}{schema}\nRestart Python to change an op's signature."
+            f"Op {op.name!r} was declared again at {place} in another way.\n  before: {before} ({op.source})\n"
+            f"  now:    {now}\nRestart Python to change an op's signature."
         )
-    op.native = native
+    op.native = op.__wrapped__ = native
+    op.__doc__ = native.__doc__
+    op.fuse = fuse
     op.source = place
-    op.registered[NATIVE].fn = native
-    op.registered[NATIVE].source = place
-    op.registered[NATIVE]._digest = None
+    op.registered[NATIVE] = IrOpImpl(op, NATIVE, native, batch_invariant=True, plugin=op.plugin, source=place)
     registry.changed()
     return op
 

@@ -63,6 +63,8 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
             raise InvalidOpError(f"Op {name!r} ({place}): *args and **kwargs have no place in a schema.")
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             raise InvalidOpError(f"Op {name!r} ({place}): parameter {parameter.name!r} must not be positional-only.")
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and "Tensor" in str(parameter.annotation):
+            raise InvalidOpError(f"Op {name!r} ({place}): the tensor {parameter.name!r} must not be keyword-only.")
         if parameter.name in _TAKEN or parameter.name.startswith("_"):
             raise InvalidOpError(
                 f"Op {name!r} ({place}): a parameter cannot be called {parameter.name!r}; generated code uses names with a "
@@ -141,7 +143,7 @@ def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:
     """Return fake outputs of an op: those of native, contiguous and of their own. Never depends on a provider."""
     from irframework.dispatch import own_outputs
 
-    return own_outputs(op, (op.fake or op.native)(*args), args)
+    return own_outputs(op, (op.fake or op.registered["native"]).apply(args), args)
 
 
 def _notify_compiler(op: "IrOp") -> None:

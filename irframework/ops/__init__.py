@@ -4,15 +4,14 @@ One file per family holds the meanings. Does not own the table of ops: an attrib
 name in the registry, whoever declared it.
 """
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from irframework.ops.activation import gelu_and_mul, silu_and_mul
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
 from irframework.ops.rotary import rotary_embedding
-from irframework.registry import registry
+from irframework.registry import registry as _registry
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from irframework.op import IrOp
 
 __all__ = ["fused_add_rms_norm", "gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
@@ -26,5 +25,5 @@ def __getattr__(name: str) -> "IrOp":
     return find_op(name)
 
 
-def __dir__() -> list[Any]:
-    return sorted({*registry.ops, *vars(sys.modules[__name__])})
+def __dir__() -> list[str]:
+    return sorted({*_registry.ops, *globals()})

@@ -1,5 +1,8 @@
 """Meanings of the gated activations. Does not hold kernels."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -58,3 +61,9 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         raise ArgumentError(f"Op 'gelu_and_mul': approximate must be 'none' or 'tanh', got {approximate!r}.")
     gate, up = _halves("gelu_and_mul", x)
     return F.gelu(gate, approximate=approximate) * up
+
+
+@silu_and_mul.register_input_generator
+@gelu_and_mul.register_input_generator
+def _gated_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+    return (torch.randn(shape, **options),)

@@ -1,5 +1,7 @@
 """Meanings of the norms. Does not hold kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
     return h.to(x.dtype)
 
 
+@rms_norm.register_input_generator
+def _rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+    return torch.randn(shape, **options), torch.randn(shape[-1], **options), 1e-6
+
+
 @register_op(allow_inplace=True)
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
@@ -95,3 +102,9 @@ def fused_add_rms_norm(
         )
     residual = x + x_residual
     return rms_norm.native(residual, weight, epsilon, variance_size), residual
+
+
+@fused_add_rms_norm.register_input_generator
+def _fused_add_rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+    x, weight, epsilon = _rms_norm_inputs(shape, **options)
+    return x, torch.randn(shape, **options), weight, epsilon

@@ -1,5 +1,7 @@
 """Meaning of the rotary position embedding. Does not hold kernels."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -83,3 +85,14 @@ def _rotate(name: str, x: Tensor, positions: Tensor, angles: Tensor, head_size: 
     if 2 * half < head_size:
         turned = torch.cat((turned, h[..., 2 * half :]), -1)
     return turned.to(x.dtype).reshape(x.shape)
+
+
+@rotary_embedding.register_input_generator
+def _rotary_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """`shape` is that of the query, heads side by side: heads of 64 where that divides, else one head."""
+    head_size = 64 if shape[-1] % 64 == 0 else shape[-1]
+    positions = torch.randint(0, 128, shape[:-1], device=device)
+    angles = torch.randn(128, head_size // 2, device=device)
+    cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    query, key = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+    return positions, query, key, cache, head_size
