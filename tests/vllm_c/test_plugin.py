@@ -108,4 +108,4 @@ def test_compiled_answers_are_eager_s() -> None:
         for got, want in zip(compiled, call(every), strict=True):
             assert torch.equal(got, want)
     chosen = ir.last_report().selected_impls
-    assert {op: set(chosen[op].values()) for op in OPS} == dict.fromkeys(OPS, {"vllm_c"})
+    assert all(set(chosen[op].values()) == {"vllm_c"} for op in OPS)
