@@ -234,10 +234,10 @@ class _Writer:
         tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
         text = " and ".join(tests)
         for name in self.local_dtypes:
-            text = re.sub(rf"\b{name}\.dtype\b", f"_{name}_dtype", text)
-        for constant in set(re.findall(r"\btorch\.(\w+)", text)):
+            text = re.sub(rf"\b{name}\.dtype(?= is )|(?<=\bis ){name}\.dtype\b", f"_{name}_dtype", text)
+        for constant in set(re.findall(r"(?<=\bis )torch\.(\w+)", text)):  # not in a word of `one_of`
             self.scope[f"_torch_{constant}"] = getattr(torch, constant)
-        return re.sub(r"\btorch\.(\w+)", r"_torch_\1", text)
+        return re.sub(r"(?<=\bis )torch\.(\w+)", r"_torch_\1", text)
 
     def _on_device(self, device: str) -> str:
         tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]

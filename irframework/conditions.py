@@ -40,7 +40,9 @@ class Supports:
 
     options: Mapping[str, Any]
     predicates: tuple[Predicate, ...] = ()
-    _checks: dict[tuple[str, ...], tuple[Check, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _checks: dict[tuple[tuple[str, ...], ...], tuple[Check, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __and__(self, other: "Supports | Predicate") -> "Supports":
         if isinstance(other, Supports):
@@ -63,13 +65,15 @@ class Supports:
             tensors: Names of its tensor parameters, in order.
 
         Raises:
-            ConditionError: A condition names a parameter that the op does not have.
+            ConditionError: A condition names a parameter that the op does not have, or one of the wrong kind, or has a
+                value that cannot be checked.
         """
         names = tuple(signature.parameters)
-        if names not in self._checks:
-            optional = {name for name in tensors if signature.parameters[name].annotation is not Tensor}
-            self._checks[names] = tuple(_build(self.options, names, tensors, optional))
-        return self._checks[names]
+        optional = tuple(name for name in tensors if signature.parameters[name].annotation is not Tensor)
+        key = (names, tensors, optional)
+        if key not in self._checks:
+            self._checks[key] = tuple(_build(self.options, names, tensors, optional))
+        return self._checks[key]
 
 
 def supports(
@@ -117,7 +121,17 @@ def supports(
         "max_last_dim": max_last_dim,
         "one_of": one_of,
     }
-    return Supports({name: value for name, value in given.items() if value is not None and value != ()})
+    stated = {
+        name: value for name, value in given.items() if value is not None and (value != () or name not in _BY_NAME)
+    }
+    return Supports({name: _kept(value) for name, value in stated.items()})
+
+
+def _kept(value: Any) -> Any:
+    """Read iterators once: one set of conditions may serve several ops."""
+    if isinstance(value, Mapping):
+        return {name: _kept(item) for name, item in value.items()}
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
@@ -134,24 +148,43 @@ def _per_parameter(value: Any, tensors: tuple[str, ...], condition: str) -> Mapp
 
 
 def _many(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _numbers(value: Any, condition: str, least: int) -> tuple[int, ...]:
+    numbers = _many(value)
+    if not all(isinstance(number, int) and number >= least for number in numbers):
+        raise ConditionError(f"ir.supports({condition}=...): expected whole numbers from {least} on, got {value!r}.")
+    return numbers
 
 
 def _build(
-    options: Mapping[str, Any], names: tuple[str, ...], tensors: tuple[str, ...], optional: set[str]
+    options: Mapping[str, Any], names: tuple[str, ...], tensors: tuple[str, ...], optional: tuple[str, ...]
 ) -> Iterable[Check]:
     for condition, value in options.items():
+        for name in _named(condition, value):
+            if name not in names:
+                raise ConditionError(
+                    f"ir.supports({condition}=...) names the parameter {name!r}, which the op does not have."
+                    + suggest(str(name), names)
+                )
+            if condition != "none" and (name in tensors) is (condition == "one_of"):
+                what = "a tensor" if condition == "one_of" else "not a tensor"
+                raise ConditionError(f"ir.supports({condition}=...) names the parameter {name!r}, which is {what}.")
         for check in _BUILDERS[condition](value, tensors):
-            for name in check.parameters:
-                if name not in names:
-                    raise ConditionError(
-                        f"ir.supports({condition}=...) names the parameter {name!r}, which the op does not have."
-                        + suggest(name, names)
-                    )
             nones = [f"{name} is None" for name in check.parameters if name in optional]
             if nones and condition != "none":  # a condition about a tensor that is not there holds
                 check = Check(f"({' or '.join(nones)} or {check.test})", check.reason, check.parameters)
             yield check
+
+
+def _named(condition: str, value: Any) -> Iterable[Any]:
+    """The parameters that a condition names; a bare value names none."""
+    if isinstance(value, Mapping):
+        return (*value, *value.values()) if condition == "last_dim_of" else tuple(value)
+    if condition in ("last_dim_of", "multiple_of", "one_of"):
+        raise ConditionError(f"ir.supports({condition}=...): expected a mapping from parameters, got {value!r}.")
+    return value if condition in _BY_NAME else ()
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -199,7 +232,7 @@ def _row_contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterabl
 
 def _ndim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, ranks in _per_parameter(value, tensors, "ndim").items():
-        allowed = _many(ranks)
+        allowed = _numbers(ranks, "ndim", 0)
         reason = f'f"{name} has {{{name}.dim()}} dimensions, needs {" or ".join(map(str, allowed))}"'
         yield Check(f"{name}.dim() in {allowed!r}", reason, (name,))
 
@@ -220,6 +253,7 @@ def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable
 
 def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, factor in value.items():
+        _numbers(factor, "multiple_of", 1)
         test = f"({name}.dim() > 0 and {name}.size(-1) % {factor:d} == 0)"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension must be a multiple of {factor:d}"'
         yield Check(test, reason, (name,))
@@ -227,6 +261,7 @@ def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable
 
 def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, limit in _per_parameter(value, tensors, "max_last_dim").items():
+        _numbers(limit, "max_last_dim", 0)
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension may be at most {limit:d}"'
         yield Check(f"({name}.dim() > 0 and {name}.size(-1) <= {limit:d})", reason, (name,))
 
@@ -234,10 +269,17 @@ def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, choices in value.items():
         allowed = _many(choices)
+        if not all(
+            choice is None or (isinstance(choice, (int, float, str)) and repr(choice) not in _NO_LITERALS)
+            for choice in allowed
+        ):
+            raise ConditionError(f"ir.supports(one_of=...): expected numbers or words for {name!r}, got {choices!r}.")
         reason = f'f"{name} is {{{name}!r}}, needs one of " + {", ".join(map(repr, allowed))!r}'
         yield Check(f"{name} in {allowed!r}", reason, (name,))
 
 
+_BY_NAME = ("same_dtype", "none", "contiguous", "row_contiguous", "same_shape")
+_NO_LITERALS = ("inf", "-inf", "nan")
 _BUILDERS: Mapping[str, Callable[[Any, tuple[str, ...]], Iterable[Check]]] = {
     "dtype": _dtype,
     "same_dtype": _same_dtype,

@@ -478,6 +478,11 @@ def _declare(
                 f"Op {name!r} ({place}) has allow_inplace=True but no activation. Name one with activations=(...), or "
                 "let a tensor parameter's name start with 'x'."
             )
+        if isinstance(fuse, Supports):
+            try:
+                fuse.checks(signature, tensors)
+            except ConditionError as error:
+                raise ConditionError(f"Op {name!r} ({place}), fuse=...: {error}") from None
         if earlier is not None:
             return _redeclare(earlier, native, schema, given, allow_inplace, fuse, place)
         op: IrOp = codegen.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
