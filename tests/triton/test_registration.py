@@ -1,0 +1,151 @@
+"""What the plugin registers, and which calls it takes. No kernel runs here."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import irframework as ir
+
+OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding")
+
+
+@pytest.fixture
+def impl():
+    ir.load_plugins()
+    return lambda name: getattr(ir.ops, name).impls["triton"]
+
+
+def reason(answer: object) -> str:
+    assert isinstance(answer, ir.Rejected), answer
+    return answer.reason
+
+
+def test_the_plugin_loads():
+    (info,) = (plugin for plugin in ir.plugins() if plugin.name == "triton_kernels")
+    assert (info.status, info.providers) == ("loaded", ("triton",))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_standard_op_has_a_batch_invariant_implementation_for_gpus(impl, name):
+    assert impl(name).device_types == ("cuda", "xpu")
+    assert impl(name).batch_invariant
+    assert not impl(name).inplace
+
+
+def test_triton_is_not_imported_before_a_kernel_is_needed():
+    text = (
+        "import sys, irframework as ir; ir.load_plugins(); [ir.ops.rms_norm.supported_providers()]; "
+        "sys.exit('triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+def test_a_torch_for_the_cpu_is_the_reason_why_nothing_runs(monkeypatch):
+    from irframework_triton_kernels.availability import triton_runs
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for kind in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, kind, None, raising=False)
+    assert "built for the CPU only" in reason(triton_runs())
+
+
+def test_a_missing_triton_is_the_reason_why_nothing_runs(monkeypatch):
+    from irframework_triton_kernels.availability import triton_runs
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "triton is not installed" in reason(triton_runs())
+
+
+def test_a_torch_with_a_device_and_triton_is_enough(monkeypatch):
+    from irframework_triton_kernels.availability import triton_runs
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "hip", "7.0", raising=False)
+    assert triton_runs() is True
+
+
+def test_the_kernels_are_preferred_on_cuda_and_rocm_only():
+    import irframework_triton_kernels as plugin
+
+    from irframework.platform import BUILT_IN
+
+    chosen = {p.name: plugin.irframework_default_priorities(p, "eager") for p in BUILT_IN}
+    assert chosen == {"cuda": {"*": ("triton",)}, "rocm": {"*": ("triton",)}, "xpu": None, "cpu": None}
+
+
+X, W = torch.ones(2, 8), torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((X.double(), W), "x is float64"),
+        ((X, W.double()), "weight is float64"),
+        ((X, torch.ones(1, 8)), "weight has shape"),
+        ((X, torch.ones(4)), "weight has shape"),
+        ((X.t().contiguous().t(), W), "the last dimension of x must have stride 1"),
+        ((torch.tensor(1.0), None), "the last dimension of x"),
+        ((X, W, 1e-6, 0), "variance_size=0"),
+        ((X, W, 1e-6, 9), "variance_size=9"),
+    ],
+)
+def test_a_norm_of_something_else_is_refused_with_the_reason(impl, arguments, why):
+    arguments = (*arguments, 1e-6)[: max(3, len(arguments))]
+    assert why in reason(impl("rms_norm").supports_args(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("x_residual", "why"), [(X.half(), "x_residual is float16"), (X[:1], "x_residual has shape"), (X.t()[:2], "shape")]
+)
+def test_a_residual_unlike_x_is_refused_with_the_reason(impl, x_residual, why):
+    assert why in reason(impl("fused_add_rms_norm").supports_args(X, x_residual, W, 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("x", "why"), [(X[:, :7], "multiple of 2"), (X.long(), "x is int64"), (torch.ones(8, 2).t(), "stride 1")]
+)
+def test_gating_something_else_is_refused_with_the_reason(impl, x, why):
+    assert why in reason(impl("silu_and_mul").supports_args(x))
+
+
+def test_an_unknown_approximation_is_refused_with_the_reason(impl):
+    assert "approximate is 'fast'" in reason(impl("gelu_and_mul").supports_args(X, "fast"))
+
+
+P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((P, X, None, torch.ones(4, 3), 4), "rotates 3 elements"),
+        ((P, X, None, torch.ones(4, 6), 4), "rotates 6 elements"),
+        ((P, X, None, CACHE, 3), "rotates 4 elements"),
+        ((P, X, None, CACHE, 5), "last dimension of 8"),
+        ((P, X, torch.ones(2, 2, 2), CACHE, 4), "key has a last dimension of 2"),
+        ((P, torch.ones(2, 2, 2, 4), None, CACHE, 4), "query has 4 dimensions"),
+        ((P, X, torch.ones(8), CACHE, 4), "key has 1 dimensions"),
+        ((P.short(), X, None, CACHE, 4), "positions is int16"),
+        ((P, X, X.double(), CACHE, 4), "key is float64"),
+        ((P, X, None, CACHE[0], 4), "cos_sin_cache has 1 dimensions"),
+    ],
+)
+def test_rotating_something_else_is_refused_with_the_reason(impl, arguments, why):
+    assert why in reason(impl("rotary_embedding").supports_args(*arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (X, W, 1e-6),
+        (X.half(), None, 1e-6, 4),
+        (X.bfloat16(), W, 1e-6),
+        (torch.ones(3, 16)[:, 4:12], W, 1e-6),
+        (torch.ones(2, 0, 8), W, 1e-6),
+    ],
+)
+def test_a_norm_of_rows_is_taken(impl, arguments):
+    assert impl("rms_norm").supports_args(*arguments) is True

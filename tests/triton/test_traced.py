@@ -1,0 +1,101 @@
+"""What a compiler sees of the kernels: launches, and not black boxes."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+pytest.importorskip("triton", reason="triton is not installed")
+BF16 = torch.bfloat16
+
+
+class Tracer:
+    """Fake tensors whose first dimension is symbolic, and traces over them."""
+
+    def __init__(self) -> None:
+        self.environment = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.environment)
+
+    def rows(self, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        context = StatelessSymbolicContext([DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (len(shape) - 1))
+        return self.mode.from_tensor(torch.empty(shape, dtype=dtype, device="meta"), symbolic_context=context)
+
+    def fixed(self, *shape: int) -> torch.Tensor:
+        return self.mode.from_tensor(torch.empty(shape, dtype=BF16, device="meta"), static_shapes=True)
+
+    def launches(self, function: Callable[..., Any], *arguments: Any) -> list[torch.fx.Node]:
+        from irframework.compiler.tracing import trace
+
+        launch = torch.ops.higher_order.triton_kernel_wrapper_functional
+        graph = trace(function, arguments, self.mode).module.graph
+        return [node for node in graph.nodes if node.target is launch]
+
+    def written(self, function: Callable[..., Any], *arguments: Any) -> list[str]:
+        (node,) = self.launches(function, *arguments)
+        return node.kwargs["tensors_to_clone"]
+
+
+@pytest.fixture
+def tracer(monkeypatch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    # Triton asks its active driver for the target whose code it analyses; without a device there is none.
+    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    return Tracer()
+
+
+@pytest.fixture
+def kernels():
+    from irframework_triton_kernels import implementations
+
+    return implementations
+
+
+def test_every_implementation_is_one_visible_launch_that_writes_its_results_only(kernels, tracer):
+    x, wide, weight = tracer.rows(8, 4096), tracer.rows(8, 8192), tracer.fixed(4096)
+    assert tracer.written(lambda x, w: kernels.rms_norm(x, w, 1e-6), x, weight) == ["y"]
+    add = tracer.written(lambda x, r, w: kernels.fused_add_rms_norm(x, r, w, 1e-6), x, tracer.rows(8, 4096), weight)
+    assert add == ["y", "residual"]
+    assert tracer.written(kernels.silu_and_mul, wide) == ["y"]
+    assert tracer.written(lambda x: kernels.gelu_and_mul(x, "tanh"), wide) == ["y"]
+    positions, key, cache = tracer.rows(8, dtype=torch.int64), tracer.rows(8, 1024), tracer.fixed(64, 128)
+    pair = tracer.written(lambda p, q, k, c: kernels.rotary_embedding(p, q, k, c, 128), positions, x, key, cache)
+    assert pair == ["query_out", "key_out"]
+    alone = tracer.written(lambda p, q, c: kernels.rotary_embedding(p, q, None, c, 128), positions, x, cache)
+    assert alone == ["query_out"]
+
+
+def test_the_in_place_op_writes_its_activations(kernels, tracer):
+    kernels._launch()
+    x, weight = tracer.rows(8, 4096), tracer.fixed(4096)
+    op = torch.ops.irframework_triton_kernels.fused_add_rms_norm_.default
+
+    def call(x, residual, weight):
+        op(x, residual, weight, 1e-6, None)
+        return x, residual
+
+    assert tracer.written(call, x, tracer.rows(8, 4096), weight) == ["y", "residual"]
+
+
+def test_a_trace_holds_for_every_number_of_rows(kernels, tracer):
+    x, weight = tracer.rows(8, 4096), tracer.fixed(4096)
+    assert tracer.launches(lambda x, w: kernels.rms_norm(x, w, 1e-6), x, weight)
+    assert tracer.launches(lambda x, w: kernels.fused_add_rms_norm(x, x, w, 1e-6), x, weight)
+    assert tracer.launches(kernels.silu_and_mul, x)
+    assert tracer.launches(lambda x, w: kernels.rms_norm(x, w, 1e-6), tracer.rows(8, 2, 4096), weight)
+    assert not tracer.environment.guards
+
+
+def test_the_torch_ops_have_fake_results_of_the_right_shape_and_dtype(kernels, tracer):
+    kernels._launch()
+    ops, x = torch.ops.irframework_triton_kernels, tracer.rows(8, 4096)
+    with tracer.mode:
+        y = ops.rms_norm(x, tracer.fixed(4096), 1e-6, None)
+        assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, True)
+        assert ops.gated(x, "silu").shape == (x.shape[0], 2048)
