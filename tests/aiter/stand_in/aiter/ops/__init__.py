@@ -1,0 +1,1 @@
+"""As in AITER: one module per family."""

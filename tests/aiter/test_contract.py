@@ -1,0 +1,225 @@
+"""AITER is called as its signatures say, with what its kernels take, and its results are the op's.
+
+A stand-in with AITER's signatures is on the path. No AMD device is involved.
+"""
+
+import inspect
+import itertools
+import re
+import shutil
+from pathlib import Path
+
+import aiter.ops.activation
+import aiter.ops.rmsnorm
+import pytest
+import torch
+from aiter.record import CALLS
+from irframework_aiter_rocm import implementations, library
+
+import irframework as ir
+
+CONTRACT = Path(__file__).parents[3] / "shared" / "contracts" / "aiter_0.1.7_signatures.txt"
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def rocm(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    library.check_aiter.cache_clear()
+    library.aiter_function.cache_clear()
+    CALLS.clear()
+    yield
+    library.check_aiter.cache_clear()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    """One rounding."""
+    assert got.dtype == dtype
+    assert got.shape == exact.shape
+    assert ((got.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+
+
+def accepted(name: str, *arguments: object) -> bool:
+    return getattr(ir.ops, name).impls["aiter"].supports_args(*arguments) is True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    ir.load_plugins()
+
+
+# --- the signatures -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in library.CALLED.items() for n in names])
+def test_the_stand_in_has_the_signature_of_the_real_function(module, name):
+    if not CONTRACT.exists():
+        pytest.skip("the file with AITER's signatures is not here")
+    section = CONTRACT.read_text().partition(f"## {module}.py\n")[2].partition("\n## ")[0]
+    (real,) = re.findall(rf"^  {name}\((.*)\) -> ", section, re.MULTILINE)
+    stand_in = inspect.signature(getattr(getattr(aiter.ops, module), name))
+    shown = [re.sub(r"\b(torch\.)?Tensor\b", "Tensor", text) for text in real.split(", ")]
+    assert shown == [
+        f"{p.name}: {p.annotation.__name__}" + ("" if p.default is p.empty else f"={p.default!r}")
+        for p in stand_in.parameters.values()
+    ]
+
+
+def test_aiter_is_usable_when_its_functions_take_what_is_passed():
+    assert implementations.aiter_runs() is True
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "why"),
+    [
+        ("rmsnorm", "def rmsnorm2d_fwd(", "def renamed(", "aiter.ops.rmsnorm.rmsnorm2d_fwd does not exist"),
+        ("rmsnorm", "residual_in: Tensor,\n    residual_out", "residual_out: Tensor,\n    residual_in", "takes (out,"),
+        ("rmsnorm", "    epsilon: float,\n    use", "    epsilon: float,\n    gemma: bool,\n    use", "needs gemma"),
+        (
+            "activation",
+            "def silu_and_mul(out: Tensor, input",
+            "def silu_and_mul(input: Tensor, out",
+            "takes (input, out",
+        ),
+        ("activation", "def gelu_and_mul(", "def gelu_and_mul(((", "cannot be read"),
+    ],
+)
+def test_other_signatures_are_the_reason_why_aiter_is_not_used(tmp_path, monkeypatch, module, old, new, why):
+    shutil.copytree(Path(__file__).parent / "stand_in" / "aiter", tmp_path / "aiter")
+    file = tmp_path / "aiter" / "ops" / f"{module}.py"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    spec = library.importlib.util.spec_from_file_location(
+        "aiter", tmp_path / "aiter" / "__init__.py", submodule_search_locations=[str(tmp_path / "aiter")]
+    )
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: spec)
+    answer = implementations.aiter_runs()
+    assert isinstance(answer, ir.Rejected)
+    assert why in answer.reason
+    assert "amd-aiter 0.1.7" in answer.reason
+
+
+def test_a_new_parameter_with_a_default_does_no_harm():
+    found = library.ast.parse("def f(out, input, limit=0.0): ...").body[0].args
+    assert library._difference(found, ("out", "input")) is None
+
+
+# --- the calls and their results ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (2, 3, 64)])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_are_normed_by_one_call(dtype, shape):
+    x, weight = random(*shape, dtype=dtype), random(64, dtype=dtype)
+    assert accepted("rms_norm", x, weight, 1e-6)
+    y = implementations.rms_norm(x, weight, 1e-6)
+    assert CALLS == ["rmsnorm2d_fwd"]
+    assert_near(y, ir.ops.rms_norm.native(x.double(), weight.double(), 1e-6), dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (2, 3, 64)])
+def test_a_residual_is_added_by_one_call_that_overwrites_no_input(shape):
+    x, x_residual, weight = random(*shape), random(*shape).flip(-1).contiguous(), random(64)
+    before = x.clone(), x_residual.clone()
+    assert accepted("fused_add_rms_norm", x, x_residual, weight, 1e-6)
+    y, residual = implementations.fused_add_rms_norm(x, x_residual, weight, 1e-6)
+    assert CALLS == ["rmsnorm2d_fwd_with_add"]
+    assert torch.equal(residual, x + x_residual)
+    assert_near(y, ir.ops.rms_norm.native(residual.double(), weight.double(), 1e-6), x.dtype)
+    assert torch.equal(x, before[0])
+    assert torch.equal(x_residual, before[1])
+
+
+@pytest.mark.parametrize(("approximate", "function"), [("none", "gelu_and_mul"), ("tanh", "gelu_tanh_and_mul")])
+def test_each_gelu_is_its_own_function(approximate, function):
+    x = random(2, 3, 64)
+    assert accepted("gelu_and_mul", x, approximate)
+    y = implementations.gelu_and_mul(x, approximate)
+    assert [function] == CALLS
+    assert_near(y, ir.ops.gelu_and_mul.native(x.double(), approximate), x.dtype)
+
+
+def test_silu_is_one_call():
+    x = random(5, 64)
+    assert accepted("silu_and_mul", x)
+    assert_near(implementations.silu_and_mul(x), ir.ops.silu_and_mul.native(x.double()), x.dtype)
+    assert CALLS == ["silu_and_mul"]
+
+
+def test_nothing_is_launched_for_no_rows():
+    x, weight = random(0, 64), random(64)
+    assert implementations.rms_norm(x, weight, 1e-6).shape == (0, 64)
+    assert [t.shape for t in implementations.fused_add_rms_norm(x, x, weight, 1e-6)] == [(0, 64)] * 2
+    assert implementations.silu_and_mul(x).shape == (0, 32)
+    assert not CALLS
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul"])
+def test_what_is_accepted_never_fails(name):
+    """Dtypes of each tensor, layouts and sizes in every combination: the stand-in rejects what AITER cannot take."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    layouts = (
+        lambda x: x,
+        lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+        lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    )
+    taken = 0
+    for a, b, c, layout, hidden in itertools.product(dtypes, dtypes, dtypes, layouts, (1, 4, 6, 7)):
+        x, x_residual, weight = (
+            layout(random(2, 3, hidden, dtype=a)),
+            random(2, 3, hidden, dtype=b),
+            random(hidden).to(c),
+        )
+        arguments: tuple[object, ...] = (x,)
+        if name.endswith("norm"):
+            arguments = (x, weight, 1e-6) if name == "rms_norm" else (x, x_residual, weight, 1e-6)
+        if accepted(name, *arguments):
+            taken += 1
+            getattr(implementations, name)(*arguments)
+    assert taken
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("rms_norm", (random(2, 8).float(), random(8).float(), 1e-6), "x is float32"),
+        ("rms_norm", (random(2, 8), random(8).float(), 1e-6), "weight is float32"),
+        ("rms_norm", (random(2, 8), None, 1e-6), "weight is None"),
+        ("rms_norm", (random(2, 8), random(8), 1e-6, 4), "variance_size"),
+        ("rms_norm", (random(2, 16)[:, :8], random(8), 1e-6), "x must be contiguous"),
+        ("fused_add_rms_norm", (random(2, 8), random(2, 16)[:, :8], random(8), 1e-6), "x_residual must be contiguous"),
+        ("fused_add_rms_norm", (random(2, 8), random(2, 8), None, 1e-6), "weight is None"),
+        ("silu_and_mul", (random(2, 6),), "multiple of 4"),
+        ("gelu_and_mul", (random(2, 8), "fast"), "approximate"),
+    ],
+)
+def test_what_aiter_does_not_take_is_refused_with_the_reason(name, arguments, why):
+    answer = getattr(ir.ops, name).impls["aiter"].supports_args(*arguments)
+    assert isinstance(answer, ir.Rejected)
+    assert why in answer.reason
+
+
+def test_a_device_that_aiter_has_no_code_for_is_refused(monkeypatch):
+    monkeypatch.setattr(implementations, "architecture_of", lambda index: "gfx1100")
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda:0")
+        answer = implementations.made_for(x)
+    assert isinstance(answer, ir.Rejected)
+    assert "gfx1100" in answer.reason
+
+
+# --- in graphs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "gated"])
+def test_the_torch_ops_do_what_their_schemas_and_fakes_say(name):
+    x, weight = random(3, 8), random(8)
+    arguments = {"rms_norm": (x, weight, 1e-6), "fused_add_rms_norm": (x, random(3, 8).flip(0), weight, 1e-6)}
+    op = getattr(torch.ops.irframework_aiter_rocm, name).default
+    kinds = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments.get(name, (x, "tanh")), test_utils=kinds)

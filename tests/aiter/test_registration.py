@@ -1,0 +1,57 @@
+"""What the plugin registers where there is no AITER."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import irframework as ir
+
+OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")
+
+
+@pytest.fixture
+def fresh():
+    from irframework_aiter_rocm import implementations, library
+
+    library.check_aiter.cache_clear()
+    yield implementations
+    library.check_aiter.cache_clear()
+
+
+def test_the_plugin_loads():
+    (info,) = (plugin for plugin in ir.plugins() if plugin.name == "aiter_rocm")
+    assert (info.status, info.providers) == ("loaded", ("aiter",))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_its_implementations_are_for_rocm_devices(name):
+    ir.load_plugins()
+    assert getattr(ir.ops, name).impls["aiter"].device_types == ("cuda",)
+
+
+def test_a_torch_without_rocm_is_the_reason_why_nothing_runs(fresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert "is not built for ROCm" in fresh.aiter_runs().reason
+
+
+def test_a_missing_aiter_is_the_reason_why_nothing_runs(fresh, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "aiter is not installed" in fresh.aiter_runs().reason
+
+
+def test_aiter_is_not_imported_to_find_out():
+    text = "import sys, irframework as ir; ir.ops.rms_norm.supported_providers(); sys.exit('aiter' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], check=False).returncode == 0
+
+
+def test_aiter_is_preferred_on_rocm_only():
+    import irframework_aiter_rocm as plugin
+
+    from irframework.platform import BUILT_IN
+
+    chosen = {p.name: plugin.irframework_default_priorities(p, "eager") for p in BUILT_IN}
+    assert chosen == {"rocm": {"*": ("aiter",)}, "cuda": None, "xpu": None, "cpu": None}
