@@ -3,7 +3,7 @@
 Owns what a block of the README and of docs/ means to the tests:
 
 * `python` without a caption is executed, in order, all blocks of a file in one namespace. A `text` block directly
-  after it is what it prints; `...` stands for anything, over lines too.
+  after it is what it prints; `...` stands for anything.
 * A block with a caption (`:caption: directory/file`) is a file that the reader writes.
 * `console`: lines that start with `$ ` are commands that the reader types, the lines below are what they print, with
   `...` as above.
@@ -70,10 +70,18 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether a text is what was expected, with `...` for anything; blanks at line ends do not count."""
-    pattern = ".*".join(re.escape(part) for part in _trimmed(expected).split("..."))
-    return re.fullmatch(pattern, _trimmed(printed), re.DOTALL) is not None
+    """Whether a text is what was expected; blanks at line ends do not count.
+
+    Args:
+        expected: `...` in a line stands for anything, over lines too; a line `...` for any number of lines or none.
+        printed: What came out.
+    """
+    pattern = "".join(
+        r"(?:.*\n)?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n"
+        for line in _trimmed(expected)
+    )
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _trimmed(printed)), re.DOTALL) is not None
 
 
-def _trimmed(text: str) -> str:
-    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+def _trimmed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

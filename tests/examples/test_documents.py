@@ -46,6 +46,10 @@ def test_expected_output_may_leave_things_out():
     assert matches("a ... z\nend", "a b\nc z  \nend\n")
 
 
+def test_a_line_of_dots_stands_for_no_line_too():
+    assert matches("...\na\n...", "a")
+
+
 def test_expected_output_is_compared_to_the_end():
     assert not matches("a", "a\nb")
 
