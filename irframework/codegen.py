@@ -145,6 +145,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_own_outputs": dispatch.own_outputs,
         "_predicate_raised": dispatch.predicate_raised,
         "_modes": _python_dispatch,
+        "_forward_ad": torch.autograd.forward_ad,
         "_shares_storage": torch._C._is_alias_of,
         "_grad_enabled": torch.is_grad_enabled,
         "_contiguous_format": torch.contiguous_format,
@@ -158,7 +159,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
     type(form).__call__ = function
 
 
-_NUMBER_TYPES: dict[Any, str] = {float: "float", int: "int", bool: "bool", str: "str"}
+_NUMBER_TYPES = (float, int, bool, str)
 
 
 class _Writer:
@@ -195,7 +196,7 @@ class _Writer:
         """Expression that is true when the plain path is right for the arguments; None when it never is."""
         if not self.op.tensors or set(self.op.signature.parameters) - set(self.op.tensors) - self._numbers():
             return None
-        tests = ["not _modes._is_in_torch_dispatch_mode"]
+        tests = ["not _modes._is_in_torch_dispatch_mode", "_forward_ad._current_level < 0"]
         for name in self.op.tensors:
             # Weights are usually Parameters and activations are not: ask for the likelier class first. A Parameter
             # is never overwritten, so it is no plain activation of a donating call.
@@ -207,7 +208,8 @@ class _Writer:
             tests.append(self._unless_none(name, test))
         for name, parameter in self.op.signature.parameters.items():
             if name not in self.op.tensors:
-                test = f"{name}.__class__ is {_number_name(parameter.annotation)}"
+                kind = number_type(parameter.annotation)
+                test = f"{name}.__class__ is {kind.__name__ if kind else kind}"
                 tests.append(self._unless_none(name, test))
         needs_grad = " or ".join(
             f"({name} is not None and {name}.requires_grad)" if name in self.optional else f"{name}.requires_grad"
@@ -217,7 +219,7 @@ class _Writer:
         return " and ".join(tests)
 
     def _numbers(self) -> set[str]:
-        return {name for name, p in self.op.signature.parameters.items() if _number_name(p.annotation) is not None}
+        return {name for name, p in self.op.signature.parameters.items() if number_type(p.annotation) is not None}
 
     def _unless_none(self, name: str, test: str) -> str:
         return f"({name} is None or {test})" if name in self.optional else test
@@ -269,11 +271,14 @@ class _Writer:
                 f"{indent}if _ok:",
             ]
             indent += "    "
+        everything = "".join(f"{name}, " for name in self.op.signature.parameters)
+        if not impl.proven:
+            return [*lines, f"{indent}return _unusual(_op, {self.donated}, ({everything}))"]
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")
             lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
-            lines.append(f"{indent}return _unusual(_op, True, ({''.join(f'{n}, ' for n in self.op.signature.parameters)}))")
+            lines.append(f"{indent}return _unusual(_op, True, ({everything}))")
             return lines
         if impl.inplace:
             for name in self.op.activations:
@@ -285,6 +290,8 @@ class _Writer:
     def _may_overwrite(self) -> str:
         """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
         tests = [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
+        # Without gradients now, but a checkpoint may run the call again with them.
+        tests += [self._unless_none(name, f"not {name}.requires_grad") for name in self.op.activations]
         seen: list[str] = []
         for name in (*self.op.activations, *(t for t in self.op.tensors if t not in self.op.activations)):
             for other in seen:
@@ -311,6 +318,9 @@ class _Writer:
         tests = [f"{y}.__class__ is _Tensor and {y}.is_contiguous()" for y in outputs]
         tests += [f"{y} is not {name}" for y in outputs for name in kept]
         tests += [f"{a} is not {b}" for i, a in enumerate(outputs) for b in outputs[:i]]
+        if impl.shares or impl.provider == "native":  # others were looked at in their first call; asking is not free
+            tests += [self._unless_none(name, f"not _shares_storage({y}, {name})") for y in outputs for name in kept]
+            tests += [f"not _shares_storage({a}, {b})" for i, a in enumerate(outputs) for b in outputs[:i]]
         lines.append(f"{indent}{guard}if {' and '.join(tests)}:")
         lines.append(f"{indent}{guard}    return _result")
         lines.append(f"{indent}return {repair}")
@@ -325,12 +335,10 @@ class _Writer:
         return name
 
 
-def _number_name(annotation: Any) -> str | None:
+def number_type(annotation: Any) -> type | None:
     """`float` for float and `float | None`; None for what a dispatcher does not check by class."""
-    if annotation in _NUMBER_TYPES:
-        return _NUMBER_TYPES[annotation]
-    args = [a for a in getattr(annotation, "__args__", ()) if a is not type(None)]
-    return _NUMBER_TYPES.get(args[0]) if len(args) == 1 and args[0] in _NUMBER_TYPES else None
+    kinds = [kind for kind in getattr(annotation, "__args__", (annotation,)) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and kinds[0] in _NUMBER_TYPES else None
 
 
 def _device_test(name: str, device: str) -> str:

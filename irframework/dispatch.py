@@ -6,6 +6,7 @@ command line show it. Does not own the order of providers: see `priority.py`.
 """
 
 import logging
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,9 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
             if stop_at_first:
                 break
         elif stop_at_first and logger.isEnabledFor(logging.DEBUG):
-            say_once(logging.DEBUG, (op.name, entry.provider, reason), "%s: not %s: %s", op.name, entry.provider, reason)
+            say_once(
+                logging.DEBUG, (op.name, entry.provider, reason), "%s: not %s: %s", op.name, entry.provider, reason
+            )
     if chosen is None:  # only when native itself may not run
         reasons = "; ".join(f"{c.provider}: {c.reason}" for c in candidates)
         raise NoImplementationError(f"Op {op.name!r}: no implementation may run this call ({reasons}).")
@@ -149,19 +152,36 @@ def predicate_raised(impl: "IrOpImpl", error: Exception) -> bool:
 
 
 def check_arguments(op: "IrOp", args: tuple[Any, ...]) -> None:
-    """Check that tensors are where tensors belong.
+    """Check that tensors, numbers and words are where they belong.
 
     Raises:
-        ArgumentError: An argument that must be a tensor is not one.
+        ArgumentError: An argument has the wrong type.
     """
     for (name, parameter), value in zip(op.signature.parameters.items(), args, strict=True):
         wrong = name in op.tensors and not isinstance(value, Tensor)
         if wrong and not (value is None and parameter.annotation is not Tensor):
             optional = "" if parameter.annotation is Tensor else " or None"
-            raise ArgumentError(
-                f"Op {op.name!r}: argument {name!r} must be a tensor{optional}, got {type(value).__name__} "
-                f"({value!r:.60}). The op is {op.name}{op.schema}."
-            )
+            raise ArgumentError(_wrong_type(op, name, f"a tensor{optional}", value))
+        number = codegen.number_type(parameter.annotation)
+        may_be_none = value is None and parameter.annotation not in _TAKEN_AS
+        if number is not None and not may_be_none and not isinstance(value, _TAKEN_AS[number]):
+            raise ArgumentError(_wrong_type(op, name, _CALLED[number], value))
+
+
+_TAKEN_AS: dict[Any, tuple[type, ...]] = {  # as torch does for its own ops
+    float: (numbers.Number, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor),
+    int: (numbers.Integral, torch.SymInt, torch.SymBool, Tensor),
+    bool: (numbers.Number, torch.SymBool, torch.SymInt, Tensor),
+    str: (str,),
+}
+_CALLED: dict[Any, str] = {float: "a number", int: "an int", bool: "a bool", str: "a str"}
+
+
+def _wrong_type(op: "IrOp", name: str, wanted: str, value: object) -> str:
+    return (
+        f"Op {op.name!r}: argument {name!r} must be {wanted}, got {type(value).__name__} ({value!r:.60}). "
+        f"The op is {op.name}{op.schema}."
+    )
 
 
 def device_type_of(op: "IrOp", args: tuple[Any, ...]) -> str:
@@ -220,9 +240,12 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
 def _generate(op: "IrOp", donated: bool, context: Any) -> None:
     from irframework.platform import current_platform
 
+    generation = registry.generation
     devices = list(dict.fromkeys((*current_platform().device_types, "cpu")))
     branches = [(device, _possible(op, device)) for device in devices]
     with registry.lock:
+        if registry.generation != generation:  # something was registered meanwhile; the next call tries again
+            return
         form = op.maybe_inplace if donated else op
         if len(form.generated) >= _MAX_CONTEXTS:
             form.generated.clear()
@@ -243,9 +266,13 @@ def _possible(op: "IrOp", device: str) -> list["IrOpImpl"]:
 
 def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     """Serve a call that the plain path does not: through the torch op when something must see it, else directly."""
+    form = op.maybe_inplace if donated else op
+    if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
+        return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
     check_arguments(op, args)
+    if torch.autograd.forward_ad._current_level >= 0:  # a torch op without a forward derivative drops it silently
+        return own_outputs(op, op.registered["native"].apply(args), args)
     if _must_be_seen(args):
-        form = op.maybe_inplace if donated else op
         return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
     return run(op, args, donated)
 
@@ -258,15 +285,9 @@ def _must_be_seen(args: tuple[Any, ...]) -> bool:
     grad = torch.is_grad_enabled()
     for value in args:
         for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor) and (
-                type(item) not in (Tensor, Parameter) or (grad and item.requires_grad) or _is_dual(item)
-            ):
+            if isinstance(item, Tensor) and (type(item) not in (Tensor, Parameter) or (grad and item.requires_grad)):
                 return True
     return False
-
-
-def _is_dual(tensor: Tensor) -> bool:
-    return torch.autograd.forward_ad._current_level >= 0 and tensor._fw_grad(0) is not None
 
 
 def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
@@ -299,7 +320,13 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
             else:
                 values[name] = value.detach().clone(memory_format=torch.contiguous_format)
         args = tuple(values.values())
-    return own_outputs(op, impl.apply(args), args, impl, given if donated else op.activations if impl.inplace else ())
+    outputs = own_outputs(
+        op, impl.apply(args), args, impl, given if donated else op.activations if impl.inplace else ()
+    )
+    if not impl.proven:
+        impl.proven = True
+        op.reset_dispatch()
+    return outputs
 
 
 def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
@@ -353,6 +380,8 @@ def own_outputs(
     owned: list[Tensor] = []
     for index, output in enumerate(flat):
         if any(output is other or torch._C._is_alias_of(output, other) for other in (*taken, *owned)):
+            if impl is not None:
+                impl.shares = True
             _repaired(op, impl, index, "shares memory with an input or another output")
             output = output.clone(memory_format=torch.contiguous_format)
         elif not output.is_contiguous():

@@ -36,6 +36,8 @@ class IrOpImpl:
         batch_invariant: Whether a row's result does not depend on the other rows.
         plugin: The plugin that registered it, or None.
         source: `file:line` of the function.
+        proven: One call was made with all checks; only then a dispatcher calls it directly.
+        shares: It was seen to return memory that it was given: what it returns is always checked.
     """
 
     op: "IrOp"
@@ -49,6 +51,8 @@ class IrOpImpl:
     checks: tuple[Check, ...] = ()
     predicates: tuple[Predicate, ...] = ()
     missing: tuple[str, ...] = ()
+    proven: bool = False
+    shares: bool = False
     _supported: bool | Callable[[], bool | Rejected] = True
     _reason: str | None = None
     _digest: str | None = field(default=None, repr=False)
