@@ -93,7 +93,7 @@ def run_comparison(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         Measured(
             name,
             Spread.of([prefill for prefill, _ in rates[name]]),
-            Spread.of([decode for _, decode in rates[name] if decode is not None]) if len(reference.tokens) > 1 else None,
+            Spread.of(decodes) if (decodes := [rate for _, rate in rates[name] if rate is not None]) else None,
             first_calls[name],
             _difference(checks[name], reference),
             checks[name].tokens == reference.tokens,
@@ -134,9 +134,7 @@ def _first_calls(
     for name, generator in variants.items():
         with progress(f"first call of {name}"):
             start = time.perf_counter()
-            checks[name] = generator.generate(
-                prompt, len(reference.tokens), forced=reference.tokens, keep_logits=True
-            )
+            checks[name] = generator.generate(prompt, len(reference.tokens), forced=reference.tokens, keep_logits=True)
             seconds[name] = time.perf_counter() - start
     return checks, seconds
 

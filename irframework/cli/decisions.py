@@ -55,14 +55,14 @@ class DecisionRow:
         }
 
 
-class CallRecorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the IR ops that are called while it is active, with the decision for each.
 
     An active dispatch mode makes every op go through its torch op, so no op and no model has to know of this.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.decisions: list[Decision] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

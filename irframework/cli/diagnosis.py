@@ -96,8 +96,7 @@ def diagnose() -> Diagnosis:
     ops = all_ops()
     findings = [*_plugin_findings(infos), *_setting_findings(), *_platform_findings()]
     findings += [
-        Finding("problem", "metadata", text)
-        for text in installed_metadata.problems(installed_metadata.scan(GROUP))
+        Finding("problem", "metadata", text) for text in installed_metadata.problems(installed_metadata.scan(GROUP))
     ]
     decisions: list[DecisionNow] = []
     for op in ops.values():

@@ -42,12 +42,6 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
     try:
         return int(module.run(chosen))
-    except IrError as error:
-        if chosen.json:
-            print(json.dumps({"error": {"type": type(error).__name__, "message": str(error)}}, indent=2))
-        else:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,6 +49,16 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        # torch.compile wraps what a pass raises in an exception of its own.
+        cause = getattr(error, "inner_exception", error)
+        if not isinstance(cause, IrError):
+            raise
+        if chosen.json:
+            print(json.dumps({"error": {"type": type(cause).__name__, "message": str(cause)}}, indent=2))
+        else:
+            print(f"error: {cause}", file=sys.stderr)
+        return 1
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:

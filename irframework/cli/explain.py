@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     sizes = "x".join(map(str, arguments.shape))
     print(f"{op.name}{op.schema}")
-    print(f"{sizes}, {call['dtype']}, {arguments.device}, {arguments.mode}: {decision.provider}, {decision.impl.source}")
+    what = f"{sizes}, {call['dtype']}, {arguments.device}, {arguments.mode}"
+    print(f"{what}: {decision.provider}, {decision.impl.source}")
     print_table("Candidates, in the order in which they are asked", ("", "provider", "origin", "decision"), rows)
     return 0

@@ -55,8 +55,8 @@ def _positive(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 0, or an `IrError` that the entry turns into 1."""
-    from irframework.config import KernelConfig, configure
     from irframework.cli.tables import progress
+    from irframework.config import KernelConfig, configure
     from irframework.integrations.model_source import DTYPES, load_model
     from irframework.integrations.transformers import apply
 

@@ -2,19 +2,20 @@
 
 `merge` allocates `[2 * intermediate, hidden]`, copies both weights into it and makes the two parameters views of its
 halves: the same `Parameter` objects, the same `state_dict`, the same values, the same memory in total (for a moment
-one MLP more). In-place updates (`load_state_dict`, optimisers) go through the views. What gives a parameter other
-memory afterwards is seen at the next eager call, which then uses the two projections apart; a compiled graph cannot
-see a swapped `.data` and needs `apply` again. With gradients wanted, the projections are used apart as well: the
-merged tensor is no leaf of the parameters' graph.
+one MLP more; memory that was mapped from a file becomes the process's own). In-place updates (`load_state_dict`,
+optimisers) go through the views. What gives a parameter other memory afterwards is seen at the next eager call, which
+then uses the two projections apart; a compiled graph cannot see a swapped `.data` and needs `apply` again. With
+gradients wanted, the projections are used apart as well: the merged tensor is no leaf of the parameters' graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 ATTRIBUTE = "ir_merged_gate_up"
 
@@ -35,7 +36,8 @@ class MergedWeight:
 
 def obstacle(mlp: nn.Module) -> str | None:
     """Why the weights of `mlp.gate_proj` and `mlp.up_proj` cannot be merged, or None."""
-    gate, up = mlp.gate_proj, mlp.up_proj
+    gate: Any = mlp.gate_proj
+    up: Any = mlp.up_proj
     for name, linear in (("gate_proj", gate), ("up_proj", up)):
         if type(linear) is not nn.Linear:
             return f"{name} is a {type(linear).__name__}, not a plain nn.Linear"
@@ -45,7 +47,6 @@ def obstacle(mlp: nn.Module) -> str | None:
             return f"{name} has hooks, which one merged product would not call"
         if linear.weight.is_meta:
             return f"{name}.weight is on the meta device"
-    assert isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)  # for the type checker; tested above
     if gate.weight.shape != up.weight.shape:
         return "gate_proj and up_proj differ in shape"
     if (gate.weight.dtype, gate.weight.device) != (up.weight.dtype, up.weight.device):
@@ -117,11 +118,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(hooks) or "forward" in module.__dict__
 
 
-def shares_memory(parameter: Tensor, others: dict[int, str]) -> str | None:
-    """Name of a parameter other than this one that lies in the same storage, or None.
-
-    Args:
-        parameter: the one asked about.
-        others: storage address -> name of a *different* parameter there.
-    """
-    return others.get(parameter.untyped_storage().data_ptr())
+def owners_of_memory(model: nn.Module) -> Counter[int]:
+    """How many different parameters and buffers lie at each storage address: two may be one memory by intent."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers()) if not t.is_meta}
+    return Counter(t.untyped_storage().data_ptr() for t in tensors.values())

@@ -9,10 +9,9 @@ rewriting of attention forwards in `rotary_call.py`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,8 @@ class PatchedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time, so pickle cannot find it by name: name the original and make it again.
-        _, arguments, *rest = super().__reduce_ex__(max(2, int(protocol)))  # type: ignore[misc]
+        reduced: Any = super().__reduce_ex__(max(2, int(protocol)))
+        _, arguments, *rest = reduced
         return (_rebuild, (self.ir_original, self.ir_kind, self.ir_options, *arguments[1:]), *rest)
 
 
@@ -57,11 +57,17 @@ def patched_class(original: type[nn.Module], kind: str, options: tuple[Any, ...]
     Raises:
         TypeError: for `rotary`, when the forward cannot be pointed at another function.
     """
-    return _patched_class(original, kind, options)
+    key = (original, kind, options)
+    if key not in _classes:
+        # Two threads may both make one; the first stays, so that equal patches have one class.
+        _classes.setdefault(key, _make_class(original, kind, options))
+    return _classes[key]
 
 
-@functools.cache
-def _patched_class(original: type[nn.Module], kind: str, options: tuple[Any, ...]) -> type[nn.Module]:
+_classes: dict[tuple[type[nn.Module], str, tuple[Any, ...]], type[nn.Module]] = {}
+
+
+def _make_class(original: type[nn.Module], kind: str, options: tuple[Any, ...]) -> type[nn.Module]:
     members = _MEMBERS[kind](original, *options)
     # Name and module stay: device maps and recorders of hidden states look classes up by name.
     members.update(
@@ -94,9 +100,9 @@ def _norm_members(original: type[nn.Module], form: str, epsilon_name: str) -> di
 
 def _gated(activation: str) -> Callable[[Tensor], Tensor]:
     if activation == "silu":
-        return ops.silu_and_mul  # type: ignore[no-any-return]
+        return ops.silu_and_mul
     approximate = "tanh" if activation == "gelu_tanh" else "none"
-    return lambda x: ops.gelu_and_mul(x, approximate)  # type: ignore[no-any-return]
+    return lambda x: cast(Tensor, ops.gelu_and_mul(x, approximate))
 
 
 def _packed_mlp_members(original: type[nn.Module], activation: str) -> dict[str, Any]:
@@ -109,7 +115,7 @@ def _packed_mlp_members(original: type[nn.Module], activation: str) -> dict[str,
     return {"forward": forward}
 
 
-def _split_mlp_members(original: type[nn.Module], activation: str) -> dict[str, Any]:
+def _split_mlp_members(original: Any, activation: str) -> dict[str, Any]:
     """MLPs with gate and up apart: one matrix product over both when their weights are merged."""
     gated = _gated(activation)
 

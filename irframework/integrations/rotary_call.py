@@ -107,7 +107,7 @@ def with_ir_rotary(forward: Callable[..., Any], is_neox: bool) -> Callable[..., 
     )
     copied.__kwdefaults__ = inner.__kwdefaults__
     functools.update_wrapper(copied, inner)
-    del copied.__wrapped__
+    del copied.__dict__["__wrapped__"]  # update_wrapper's mark; it would lead back to the original
     return _rewrapped(forward, inner, copied)
 
 

@@ -10,6 +10,7 @@ What is not touched: attention itself (its products, its cache, its masks), embe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ __all__ = ["PatchReport", "Replaced", "Skipped", "apply", "revert"]
 _RECORD = "ir_patch_errors"
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A module that stays as it is; the message is the reason in the report."""
 
 
@@ -54,7 +55,7 @@ def apply(model: nn.Module) -> PatchReport:
         TypeError: `model` is no module.
     """
     _require_module(model)
-    finder = _Patcher()
+    finder = _Patcher(merged_weights.owners_of_memory(model))
     modules = dict(model.named_modules())
     # Norms before decoder layers: a layer's fused op reads its norm's weight form.
     for attempt in (finder.norm, finder.mlp, finder.attention, finder.layer):
@@ -96,7 +97,8 @@ def _unpatch(module: Any) -> None:
 class _Patcher:
     """One run of `apply`: tries modules, keeps what passes, remembers what did not."""
 
-    def __init__(self) -> None:
+    def __init__(self, owners: Counter[int]) -> None:
+        self._owners = owners
         self.replaced: list[Replaced] = []
         self.skipped: list[Skipped] = []
         self._forms: dict[tuple[type[nn.Module], bool], str | None] = {}
@@ -118,9 +120,7 @@ class _Patcher:
         if "self_attn" in module._modules and "mlp" in module._modules:
             self._attempt(name, module, "add_norm", "fused_add_rms_norm", self._patch_layer)
 
-    def _attempt(
-        self, name: str, module: nn.Module, kind: str, op: str, patch: Callable[[nn.Module], float]
-    ) -> None:
+    def _attempt(self, name: str, module: nn.Module, kind: str, op: str, patch: Callable[[nn.Module], float]) -> None:
         if isinstance(module, PatchedModule):
             if kind == "gated_mlp" and "gate_proj" in module._modules and merged_weights.current(module) is None:
                 merged_weights.merge(module)  # its parameters were given other memory since
@@ -128,15 +128,15 @@ class _Patcher:
             return
         try:
             if "forward" in module.__dict__:
-                raise _Refused("its forward was replaced on this instance already (an offloading hook?)")
+                raise _RefusedError("its forward was replaced on this instance already (an offloading hook?)")
             if any(parameter.is_meta for parameter in module.parameters()):
-                raise _Refused("its parameters are on the meta device")
+                raise _RefusedError("its parameters are on the meta device")
             with verification.quiet(module):
                 error = patch(module)
         except Exception as caught:  # any failure means "leave it alone", and the reason is in the report
             if isinstance(module, PatchedModule):
                 _unpatch(module)
-            if isinstance(caught, _Refused | IrError):
+            if isinstance(caught, _RefusedError | IrError):
                 reason = str(caught)
             else:
                 reason = f"{type(caught).__name__} while trying it: {caught}"
@@ -148,16 +148,16 @@ class _Patcher:
     def _patch_norm(self, module: Any) -> float:
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 1:
-            raise _Refused("it has no one-dimensional weight")
+            raise _RefusedError("it has no one-dimensional weight")
         names = [n for n in NORM_EPSILON_NAMES if isinstance(getattr(module, n, None), float)]
         if not names:
-            raise _Refused(f"it has no epsilon under a known name ({', '.join(NORM_EPSILON_NAMES)})")
+            raise _RefusedError(f"it has no epsilon under a known name ({', '.join(NORM_EPSILON_NAMES)})")
         key = (type(module), weight.dtype.is_floating_point)
         if key not in self._forms:
             self._forms[key] = verification.norm_form(module, names[0])
         form = self._forms[key]
         if form is None:
-            raise _Refused("its formula is none of the known spellings of rms_norm")
+            raise _RefusedError("its formula is none of the known spellings of rms_norm")
         x = verification.random_input((verification.ROWS, weight.shape[0]), weight)
         return _swap(module, "rms_norm", (form, names[0]), lambda: module(x))
 
@@ -165,15 +165,18 @@ class _Patcher:
         function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
         activation = None if function is None else verification.activation_name(function)
         if activation is None:
-            raise _Refused("its activation is neither silu nor gelu")
+            raise _RefusedError("its activation is neither silu nor gelu")
         layout = "split" if "gate_proj" in module._modules else "packed"
         first = module.gate_proj if layout == "split" else module.gate_up_proj
         if layout == "split":
             obstacle = merged_weights.obstacle(module)
             if obstacle is not None:
-                raise _Refused(obstacle)
+                raise _RefusedError(obstacle)
+            for weight in (module.gate_proj.weight, module.up_proj.weight):
+                if self._owners[weight.untyped_storage().data_ptr()] > 1:
+                    raise _RefusedError("its weights share memory with another parameter, and would be moved")
         elif not isinstance(first, nn.Linear):
-            raise _Refused(f"gate_up_proj is a {type(first).__name__}, not a nn.Linear")
+            raise _RefusedError(f"gate_up_proj is a {type(first).__name__}, not a nn.Linear")
         x = verification.random_input((verification.ROWS, first.in_features), first.weight)
         prepare = merged_weights.merge if layout == "split" else None
         return _swap(module, "gated_mlp", (activation, layout), lambda: module(x), prepare)
@@ -181,26 +184,26 @@ class _Patcher:
     def _patch_attention(self, module: Any) -> float:
         original = rotary_call.original_rotary(type(module).forward)
         if original is None:
-            raise _Refused(f"its forward does not call {rotary_call.CALLED_NAME}")
+            raise _RefusedError(f"its forward does not call {rotary_call.CALLED_NAME}")
         inputs, rotary_dim = _attention_inputs(module)
         is_neox = verification.rotates_halves(original, module.head_dim, rotary_dim)
         if is_neox is None:
-            raise _Refused("it rotates neither halves nor neighbouring pairs")
+            raise _RefusedError("it rotates neither halves nor neighbouring pairs")
         before = rotary_call.calls_so_far()
         error = _swap(module, "rotary", (is_neox,), lambda: module(**inputs)[0])
         if rotary_call.calls_so_far() == before:
-            raise _Refused("this layer uses no rotary embedding")
+            raise _RefusedError("this layer uses no rotary embedding")
         return error
 
     def _patch_layer(self, module: Any) -> float:
         norm_name = LAYER_FORMS.get(frozenset(module._modules))
         if norm_name is None:
-            raise _Refused("no norm follows its residual add, or it has parts that are not known")
+            raise _RefusedError("no norm follows its residual add, or it has parts that are not known")
         norm = module._modules[norm_name]
         if getattr(norm, "ir_kind", None) != "rms_norm":
-            raise _Refused(f"its {norm_name} was not replaced")
+            raise _RefusedError(f"its {norm_name} was not replaced")
         if norm._forward_hooks or norm._forward_pre_hooks:
-            raise _Refused(f"its {norm_name} has hooks, which the fused op would not call")
+            raise _RefusedError(f"its {norm_name} has hooks, which the fused op would not call")
         inputs, _ = _attention_inputs(module.self_attn)
         options = (norm_name, positional_names(type(module)))
         return _swap(module, "add_norm", options, lambda: _first(module(**inputs)))
@@ -213,14 +216,14 @@ def _swap(
     call: Callable[[], torch.Tensor],
     prepare: Callable[[nn.Module], object] | None = None,
 ) -> float:
-    """Replaces the class, compares, and returns the error; raises `_Refused` when the module may not stay."""
+    """Replaces the class, compares, and returns the error; raises `_RefusedError` when the module may not stay."""
     expected = call()
     module.__class__ = patched_class(type(module), kind, options)
     if prepare is not None:
         prepare(module)
     verdict = verification.compare(kind, call(), expected)
     if verdict.reason is not None:
-        raise _Refused(verdict.reason)
+        raise _RefusedError(verdict.reason)
     return verdict.max_error
 
 
@@ -238,7 +241,7 @@ def _attention_inputs(module: Any) -> tuple[dict[str, Any], int]:
     rotary_dim = int(module.head_dim * (factor or 1.0))
     projection = module._modules.get("q_proj") or module._modules.get("qkv_proj")
     if projection is None:
-        raise _Refused("it has neither q_proj nor qkv_proj")
+        raise _RefusedError("it has neither q_proj nor qkv_proj")
     weight = projection.weight
     hidden = verification.random_input((2, verification.ROWS, projection.in_features), weight)
     rotation = verification.random_rotation(verification.ROWS, rotary_dim, weight)
