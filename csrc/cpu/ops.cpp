@@ -33,10 +33,11 @@ Tensor new_contiguous(const View& like, const int64_t* sizes) {
 
 // ---- threads -----------------------------------------------------------------------------------------------------
 
-// Bytes that one thread should have to move before another is worth waking, and the size of an output from which it
-// is written around the caches.
+// Bytes that one thread should have to move before another is worth waking; and the size of an output from which it is
+// written around the caches. Such an output has left the second-level cache before anybody reads it, and lines that are
+// written whole need not be fetched first: measured with a reader behind, 8 MiB and more gain 10 to 30 percent, 4 MiB lose.
 constexpr int64_t kBytesPerThread = 128 * 1024;
-constexpr int64_t kStreamBytes = 32 * 1024 * 1024;
+constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
 template <typename Args>
 void run(void (*kernel)(const Args&, int64_t, int64_t), const Args& args, int64_t rows, int64_t bytes_per_row) {
