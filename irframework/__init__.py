@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from irframework.conditions import supports
     from irframework.config import IrOpPriorityConfig, KernelConfig, add_cli_args, configure, current_config
     from irframework.decision import Candidate, Decision, Rejected, reject
+    from irframework.declaration import register_op
     from irframework.dispatch import explain
     from irframework.hookspecs import hookimpl
     from irframework.impl import IrOpImpl
-    from irframework.op import IrOp, Tolerance, register_op
+    from irframework.op import IrOp, Tolerance
     from irframework.platform import Platform, current_platform
     from irframework.plugins import PluginInfo, load_plugins, plugins
     from irframework.priority import priority
@@ -49,7 +50,7 @@ _NAMES = {
     "install": "compiler",
     "last_report": "compiler",
     "load_plugins": "plugins",
-    "register_op": "op",
+    "register_op": "declaration",
     "reject": "decision",
     "supports": "conditions",
 }

@@ -4,7 +4,7 @@ A call must be nearly free, so for each op one small Python function is generate
 checks what could make the plain path wrong, asks only the candidates that are statically possible, in order, with
 declared conditions inlined, and calls the chosen function directly. It is made at the first call after a change and
 kept per set of context priorities. Whatever is unusual (tracing, subclasses, gradients, other devices, mistakes) goes
-to `dispatch.unusual`.
+to `execution.unusual`.
 
 Owns the text of the generated functions. What they must do is defined by `dispatch.resolve`: both read the same
 candidate lists and the same condition expressions.
@@ -92,12 +92,18 @@ def reset(op: "IrOp") -> None:
             if form.first_call is None:
                 form.first_call = _first_call(op, form, donated)
             form.generated = {}
-            type(form).__call__ = form.first_call
+            put_in_place(form, form.first_call)
+
+
+def put_in_place(form: Any, function: Callable[..., Any]) -> None:
+    """Make a generated function the `__call__` of an op, or of its `maybe_inplace` form."""
+    form_class: Any = type(form)
+    form_class.__call__ = function
 
 
 def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
     """Return the `__call__` that is in place while no dispatcher was generated."""
-    from irframework.dispatch import other_context
+    from irframework.execution import other_context
 
     names = "".join(f"{name}, " for name in op.signature.parameters)
     source = f"def __call__({_with_self(op)}):\n    return _other_context(_op, _donated, ({names}))\n"
@@ -129,7 +135,8 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         context: The context priorities that it is for; it hands calls under other ones to `other_context`.
         branches: Per device type the implementations that may be chosen, best first; the last accepts everything.
     """
-    from irframework import dispatch
+    from irframework import dispatch, execution
+    from irframework.priority import current_context
 
     form = op.maybe_inplace if donated else op
     writer = _Writer(op, donated)
@@ -139,14 +146,14 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         **op.parameters.defaults,
         "_CONTEXT": context,
         "_op": op,
-        "_current_context": dispatch.current_context,
-        "_other_context": dispatch.other_context,
-        "_unusual": dispatch.unusual,
-        "_own_outputs": dispatch.own_outputs,
+        "_current_context": current_context,
+        "_other_context": execution.other_context,
+        "_unusual": execution.unusual,
+        "_own_outputs": execution.own_outputs,
         "_predicate_raised": dispatch.predicate_raised,
         "_modes": _python_dispatch,
         "_forward_ad": torch.autograd.forward_ad,
-        "_shares_storage": torch._C._is_alias_of,
+        "_shares_storage": execution.shares_storage,
         "_grad_enabled": torch.is_grad_enabled,
         "_contiguous_format": torch.contiguous_format,
         "_Tensor": Tensor,
@@ -156,7 +163,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
     function = _compile("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
     form.generated[context] = function
-    type(form).__call__ = function
+    put_in_place(form, function)
 
 
 _NUMBER_TYPES = (float, int, bool, str)

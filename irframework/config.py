@@ -107,7 +107,7 @@ class KernelConfig(_Model):
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add `--ir-op-priority.<op>=a,b` for every op, `--ir-op-priority`, and the switches to any program's parser."""
-    from irframework.op import all_ops
+    from irframework.registry import all_ops
 
     group = parser.add_argument_group("irframework")
     group.add_argument(

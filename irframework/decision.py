@@ -72,9 +72,7 @@ class Decision:
             mark = "->" if candidate.provider == self.provider else ""
             rows.append((mark, candidate.provider, candidate.origin, candidate.reason or "chosen"))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return f"{self.op}: {self.provider} ({self.impl.source})\n" + "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _feed(hasher: Any, value: Any, seen: set[int]) -> None:
         hasher.update(repr(value).encode())
     elif type(value).__module__.partition(".")[0] == "irframework":
         hasher.update(str(getattr(value, "name", type(value).__qualname__)).encode())
-    elif hasattr(type(value), "__call__") and isinstance(type(value).__call__, types.FunctionType):
+    elif isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004 - its code is wanted
         seen.add(id(value))
         hasher.update(type(value).__qualname__.encode())
         _feed(hasher, type(value).__call__, seen)
@@ -98,8 +98,8 @@ def _feed(hasher: Any, value: Any, seen: set[int]) -> None:
             _feed(hasher, item, seen)
     else:
         hasher.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-        hasher.update(str(name).encode())
+        own_name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        hasher.update(str(own_name).encode())
 
 
 @cache
@@ -110,7 +110,11 @@ def digest_package(name: str) -> str:
     if not file:
         return ""
     root = Path(file)
-    paths = sorted(p for p in root.parent.rglob("*") if p.suffix in _CODE_SUFFIXES) if hasattr(module, "__path__") else [root]
+    paths = (
+        sorted(p for p in root.parent.rglob("*") if p.suffix in _CODE_SUFFIXES)
+        if hasattr(module, "__path__")
+        else [root]
+    )
     hasher = hashlib.sha256()
     for path in paths:
         hasher.update(path.name.encode())

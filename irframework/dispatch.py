@@ -1,8 +1,8 @@
-"""The resolver: which implementation runs a call, and running it.
+"""The resolver: which implementation runs a call.
 
-Owns the one place where a call is decided (`resolve`) and the promises about outputs (`own_outputs`). Everything else
-is a view of `resolve`: the generated dispatchers inline it, lowering asks it on fake tensors, `explain` and the
-command line show it. Does not own the order of providers: see `priority.py`.
+Owns the one place where a call is decided, `resolve`. Everything else is a view of it: the generated dispatchers inline
+it, lowering asks it on fake tensors, `explain` and the command line show it. Does not own the order of providers
+(`priority.py`), nor running what was chosen (`execution.py`).
 """
 
 import logging
@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from irframework import codegen, symbolic
 from irframework.decision import Candidate, Decision
 from irframework.errors import (
     ArgumentError,
     DeviceMismatchError,
-    ImplementationContractError,
     NoImplementationError,
     PredicateGuardError,
 )
-from irframework.priority import current_context, entries_for
-from irframework.registry import registry
+from irframework.notices import say_once
+from irframework.priority import entries_for
 from irframework.settings import effective
 
 if TYPE_CHECKING:
@@ -31,20 +29,6 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 logger = logging.getLogger(__name__)
-
-_SWAP_AFTER = 16
-_MAX_CONTEXTS = 64
-_said: set[tuple[object, ...]] = set()
-
-
-def say_once(level: int, key: tuple[object, ...], message: str, *args: object) -> None:
-    """Log a message the first time its key is seen."""
-    if key not in _said:
-        _said.add(key)
-        logger.log(level, message, *args)
-
-
-# --- deciding -----------------------------------------------------------------------------------------------------
 
 
 def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_first: bool = True) -> Decision:
@@ -102,7 +86,7 @@ def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
         UnknownOpError: There is no op of that name.
         TypeError: The arguments do not fit the op's signature.
     """
-    from irframework.op import find_op
+    from irframework.registry import find_op
 
     return (find_op(op) if isinstance(op, str) else op).explain(*args, **kwargs)
 
@@ -212,216 +196,3 @@ def device_type_of(op: "IrOp", args: tuple[Any, ...]) -> str:
     from irframework.platform import current_platform
 
     return current_platform().device_types[0]
-
-
-# --- running ------------------------------------------------------------------------------------------------------
-
-
-def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
-    """Serve a call for whose context priorities the dispatcher in place was not made.
-
-    The first call under a set of priorities generates their dispatcher and runs the call with all checks; later ones
-    use it, and after a while put it in place.
-    """
-    form = op.maybe_inplace if donated else op
-    context = current_context()
-    function = form.generated.get(context)
-    if function is None:
-        result = unusual(op, donated, args)
-        _generate(op, donated, context)
-        return result
-    form.misses += 1
-    if form.misses % _SWAP_AFTER == 0:
-        type(form).__call__ = function
-    named = dict(zip(op.signature.parameters, args, strict=True))
-    return function(form, **named)
-
-
-def _generate(op: "IrOp", donated: bool, context: Any) -> None:
-    from irframework.platform import current_platform
-
-    generation = registry.generation
-    devices = list(dict.fromkeys((*current_platform().device_types, "cpu")))
-    branches = [(device, _possible(op, device)) for device in devices]
-    with registry.lock:
-        if registry.generation != generation:  # something was registered meanwhile; the next call tries again
-            return
-        form = op.maybe_inplace if donated else op
-        if len(form.generated) >= _MAX_CONTEXTS:
-            form.generated.clear()
-        codegen.generate(op, donated, context, branches)
-
-
-def _possible(op: "IrOp", device: str) -> list["IrOpImpl"]:
-    """The implementations that some call on a device could choose, up to the first that takes every call."""
-    impls: list[IrOpImpl] = []
-    for entry in entries_for(op, device, "eager"):
-        impl = op.registered[entry.provider]
-        if why_never(impl, device) is None:
-            impls.append(impl)
-            if not (impl.checks or impl.predicates or impl.missing):
-                break
-    return impls
-
-
-def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
-    """Serve a call that the plain path does not: through the torch op when something must see it, else directly."""
-    form = op.maybe_inplace if donated else op
-    if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
-        return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
-    check_arguments(op, args)
-    if torch.autograd.forward_ad._current_level >= 0:  # a torch op without a forward derivative drops it silently
-        return own_outputs(op, op.registered["native"].apply(args), args)
-    if _must_be_seen(args):
-        return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
-    return run(op, args, donated)
-
-
-def _must_be_seen(args: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if torch.overrides._get_current_function_mode_stack():
-        return True
-    grad = torch.is_grad_enabled()
-    for value in args:
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, Tensor) and (type(item) not in (Tensor, Parameter) or (grad and item.requires_grad)):
-                return True
-    return False
-
-
-def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
-    """Decide a call and run it, below all torch modes and without gradients of its own.
-
-    Args:
-        op: The op.
-        args: All arguments in the order of the signature.
-        donated: Whether the activations may be overwritten.
-
-    Returns:
-        The outputs, contiguous and of their own (with `donated`, they may be the donated tensors).
-    """
-    impl = resolve(op, args).impl
-    return run_impl(impl, args, donated)
-
-
-def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> Any:
-    """Run one implementation and hold it to what the op promises."""
-    op = impl.op
-    given: tuple[str, ...] = ()
-    if impl.inplace:
-        values = dict(zip(op.signature.parameters, args, strict=True))
-        for name in op.activations:
-            value = values[name]
-            if not isinstance(value, Tensor):
-                continue
-            if donated and _may_be_overwritten(op, name, values):
-                given += (name,)
-            else:
-                values[name] = value.detach().clone(memory_format=torch.contiguous_format)
-        args = tuple(values.values())
-    outputs = own_outputs(
-        op, impl.apply(args), args, impl, given if donated else op.activations if impl.inplace else ()
-    )
-    if not impl.proven:
-        impl.proven = True
-        op.reset_dispatch()
-    return outputs
-
-
-def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
-    value = values[name]
-    if isinstance(value, Parameter) or not value.is_contiguous() or value.requires_grad:
-        return False
-    return not any(
-        isinstance(other, Tensor) and torch._C._is_alias_of(value, other)
-        for other_name, other in values.items()
-        if other_name != name
-    )
-
-
-def own_outputs(
-    op: "IrOp",
-    outputs: Any,
-    args: tuple[Any, ...],
-    impl: "IrOpImpl | None" = None,
-    given: tuple[str, ...] = (),
-) -> Any:
-    """Hold outputs to the op's promises: right count, contiguous, sharing memory with no input and with each other.
-
-    Args:
-        op: The op.
-        outputs: What the implementation returned.
-        args: What it was called with.
-        impl: The implementation, for messages; None for the shape function.
-        given: Arguments whose memory the outputs may take over.
-
-    Returns:
-        The outputs, repaired by copies where only layout or aliasing was wrong.
-
-    Raises:
-        ImplementationContractError: The number or type of the outputs is wrong.
-    """
-    if op.num_outputs == 1 and isinstance(outputs, Tensor):
-        flat = [outputs]
-    elif isinstance(outputs, (tuple, list)) and all(isinstance(o, Tensor) for o in outputs):
-        flat = list(outputs)
-        if op.num_outputs not in (1, len(flat)):
-            raise ImplementationContractError(_contract(op, impl, f"returned {len(flat)} outputs"))
-        if op.num_outputs == 1 and not op.schema.endswith("[]"):
-            raise ImplementationContractError(_contract(op, impl, f"returned a {type(outputs).__name__}"))
-    else:
-        raise ImplementationContractError(_contract(op, impl, f"returned {type(outputs).__name__}"))
-    taken = [
-        value
-        for name, value in zip(op.signature.parameters, args, strict=True)
-        if name not in given and isinstance(value, Tensor)
-    ]
-    owned: list[Tensor] = []
-    for index, output in enumerate(flat):
-        if any(output is other or torch._C._is_alias_of(output, other) for other in (*taken, *owned)):
-            if impl is not None:
-                impl.shares = True
-            _repaired(op, impl, index, "shares memory with an input or another output")
-            output = output.clone(memory_format=torch.contiguous_format)
-        elif not output.is_contiguous():
-            _repaired(op, impl, index, f"has strides {tuple(output.stride())} for shape {tuple(output.shape)}")
-            output = output.contiguous()
-        owned.append(output)
-    if isinstance(outputs, Tensor):
-        return owned[0]
-    return tuple(owned) if op.num_outputs > 1 else owned
-
-
-def _repaired(op: "IrOp", impl: "IrOpImpl | None", index: int, what: str) -> None:
-    if impl is not None and impl.provider != "native":
-        say_once(
-            logging.WARNING,
-            (impl.name, index, what),
-            "Output %d of the %s %s; it is copied at every call. Return a contiguous tensor of its own.",
-            index,
-            impl.described,
-            what,
-        )
-
-
-def _contract(op: "IrOp", impl: "IrOpImpl | None", what: str) -> str:
-    who = f"The shape function of op {op.name!r}" if impl is None else f"The {impl.described}"
-    return f"{who} {what}; the op's schema is {op.schema}."
-
-
-__all__ = [
-    "check_arguments",
-    "current_context",
-    "device_type_of",
-    "explain",
-    "other_context",
-    "own_outputs",
-    "predicate_raised",
-    "resolve",
-    "run",
-    "run_impl",
-    "say_once",
-    "unusual",
-    "why_never",
-]

@@ -55,5 +55,8 @@ def irframework_passes(stage: str) -> "Iterable[Any] | None":
 
 @hookspec(firstresult=True)
 def irframework_compiler(platform: "Platform") -> Any:
-    """Return what compiles lowered graphs on a platform instead of Inductor: `compiler(gm, example_inputs)`, or None."""
+    """Return what compiles lowered graphs on a platform instead of Inductor, or None.
+
+    It is called as `compiler(gm, example_inputs)` and returns a callable.
+    """
     return None

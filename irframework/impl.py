@@ -4,6 +4,7 @@ Owns `IrOpImpl`, the check of its signature against the op's, and the lazy evalu
 between implementations: see `dispatch.py`.
 """
 
+import importlib
 import inspect
 import logging
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from irframework import codegen, symbolic
-from irframework.conditions import Check, Predicate, Supports
+from irframework.conditions import Check, Predicate
 from irframework.decision import Rejected
 from irframework.digest import digest_of
 from irframework.errors import SignatureError
@@ -60,6 +61,7 @@ class IrOpImpl:
     _apply: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the provider's function itself."""
         return self.fn(*args, **kwargs)
 
     @property
@@ -220,3 +222,18 @@ def _same_default(own: object, other: object) -> bool:
 
 def _show(default: object) -> str:
     return "no default" if default is inspect.Parameter.empty else f"the default {default!r}"
+
+
+def declared_again(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
+    """Whether `new` is the same declaration executed again: a reloaded module or a notebook cell."""
+    if old is new:
+        return True
+    if (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__) or "<" in new.__qualname__:
+        return False
+    old_code, new_code = getattr(old, "__code__", None), getattr(new, "__code__", None)
+    if old_code is None or new_code is None:
+        return False
+    reloading = new.__module__ in getattr(importlib, "_RELOADING", {})
+    in_cell = old_code.co_filename != new_code.co_filename and new.__module__ == "__main__"
+    same_place = old_code.co_filename == new_code.co_filename and old_code.co_firstlineno == new_code.co_firstlineno
+    return reloading or in_cell or same_place

@@ -1,20 +1,16 @@
 """Ops: a named functional operation and everything that hangs on it.
 
-Owns `IrOp`, its declaration with `register_op`, and the registration of implementations. The op's plain torch function
-is its meaning. Does not own the torch operators behind it (`torch_ops.py`), nor which implementation runs
+Owns `IrOp` and the registration of implementations. The op's plain torch function is its meaning. Does not own how an
+op is declared (`declaration.py`), the torch operators behind it (`torch_ops.py`), nor which implementation runs
 (`dispatch.py`).
 """
 
-import importlib
 import inspect
-import keyword
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from irframework import codegen, torch_ops
 from irframework.conditions import Predicate, Supports
@@ -23,23 +19,19 @@ from irframework.errors import (
     ArgumentError,
     ConditionError,
     DuplicateImplementationError,
-    DuplicateOpError,
     InplaceError,
     InvalidOpError,
     ReservedNameError,
-    UnknownOpError,
-    suggest,
 )
-from irframework.impl import IrOpImpl, check_signature, place_of
-from irframework.registry import registry
+from irframework.impl import IrOpImpl, check_signature, declared_again, place_of
+from irframework.registry import find_op, load_plugins, registry
 
 NATIVE = "native"
-_RESERVED_OPS = ("donate", "name", "layernorm", "activation", "rotary")  # torch.ops has two; modules of irframework.ops
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an implementation may be from native: |a - b| <= atol + rtol * |b|."""
+    """How far an implementation may be from native: `|a - b| <= atol + rtol * |b|`."""
 
     atol: float
     rtol: float
@@ -65,6 +57,7 @@ class MaybeInplace:
         self.misses = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the op was not declared with `allow_inplace`. Replaced where it was."""
         raise InplaceError(
             f"Op {self.op.name!r} was not declared with allow_inplace=True ({self.op.source}), so it has no "
             f"maybe_inplace form. Call ir.ops.{self.op.name}(...) instead."
@@ -151,7 +144,8 @@ class IrOp:
     def __deepcopy__(self, memo: dict[int, Any]) -> "IrOp":
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # replaced in each op's own class
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op; replaced in each op's own class."""
         raise NotImplementedError
 
     # --- arguments ---------------------------------------------------------------------------------------------
@@ -170,7 +164,7 @@ class IrOp:
     @property
     def impls(self) -> dict[str, IrOpImpl]:
         """Implementations by provider; `native` comes first. A copy: change it through `register_impl`."""
-        _load_plugins()
+        load_plugins()
         return dict(self.registered)
 
     def register_impl(
@@ -266,7 +260,7 @@ class IrOp:
     def _add(self, impl: IrOpImpl) -> None:
         with registry.lock:
             earlier = self.registered.get(impl.provider)
-            if earlier is not None and not _declared_again(earlier.fn, impl.fn):
+            if earlier is not None and not declared_again(earlier.fn, impl.fn):
                 who = f" by plugin {earlier.plugin}" if earlier.plugin else ""
                 raise DuplicateImplementationError(
                     f"Provider {impl.provider!r} already implements op {self.name!r}: registered{who} at "
@@ -293,7 +287,7 @@ class IrOp:
             self._restore(provider, None)
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Register a shape function to use instead of running native on fake tensors. It must not depend on a provider."""
+        """Register a shape function, used instead of native on fake tensors. It must not depend on a provider."""
         check_signature(self, fn, "The shape function", "fake")
         self.fake = IrOpImpl(self, "shape function", fn, source=place_of(fn))
         registry.changed()
@@ -379,194 +373,5 @@ def _device_types(op: str, provider: str, names: Iterable[str]) -> tuple[str, ..
     return types
 
 
-def _declared_again(old: Callable[..., Any], new: Callable[..., Any]) -> bool:
-    """Whether `new` is the same declaration executed again: a reloaded module or a notebook cell."""
-    if old is new:
-        return True
-    if (old.__module__, old.__qualname__) != (new.__module__, new.__qualname__) or "<" in new.__qualname__:
-        return False
-    old_code, new_code = getattr(old, "__code__", None), getattr(new, "__code__", None)
-    if old_code is None or new_code is None:
-        return False
-    reloading = new.__module__ in getattr(importlib, "_RELOADING", {})
-    in_cell = old_code.co_filename != new_code.co_filename and new.__module__ == "__main__"
-    same_place = old_code.co_filename == new_code.co_filename and old_code.co_firstlineno == new_code.co_firstlineno
-    return reloading or in_cell or same_place
-
-
-@overload
-def register_op(fn: Callable[..., Any], /) -> IrOp: ...
-@overload
-def register_op(
-    *,
-    name: str | None = None,
-    activations: Iterable[str] | None = None,
-    allow_inplace: bool = False,
-    fuse: bool | Supports = False,
-) -> Callable[[Callable[..., Any]], IrOp]: ...
-def register_op(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    name: str | None = None,
-    activations: Iterable[str] | None = None,
-    allow_inplace: bool = False,
-    fuse: bool | Supports = False,
-) -> IrOp | Callable[[Callable[..., Any]], IrOp]:
-    """Declare an op by its plain torch function (a decorator, with or without arguments).
-
-    The function is the op's meaning. It must be functional: its inputs are unchanged. Every parameter and the result
-    carry type annotations that torch schemas know (`Tensor`, `Tensor | None`, `float`, `int | None`, `bool`, `str`,
-    lists and tuples of tensors, ...).
-
-    Args:
-        fn: The function, when used without arguments.
-        name: The op's name; default: the function's.
-        activations: Parameters that `maybe_inplace` gives away; default: tensors whose name starts with `x`.
-        allow_inplace: Give the op a `maybe_inplace` form, and let implementations overwrite the activations.
-        fuse: True if compiled graphs that compute this function's body may be replaced by the op; `ir.supports(...)`
-            also states which arguments the op's kernels may then be given.
-
-    Returns:
-        The op.
-
-    Raises:
-        InvalidOpError: The name, the annotations or the activations do not make an op.
-        DuplicateOpError: Another function was declared under this name.
-        ReservedNameError: The name belongs to the framework.
-    """
-
-    def decorate(native: Callable[..., Any]) -> IrOp:
-        if not callable(native):
-            raise InvalidOpError(f"register_op expects a function, got {native!r:.60}. A name is given as name=...")
-        return _declare(native, name or native.__name__, activations, allow_inplace, fuse)
-
-    return decorate if fn is None else decorate(fn)
-
-
-def _declare(
-    native: Callable[..., Any],
-    name: str,
-    activations: Iterable[str] | None,
-    allow_inplace: bool,
-    fuse: bool | Supports,
-) -> IrOp:
-    place = place_of(native)
-    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-        raise InvalidOpError(f"{name!r} ({place}) cannot be an op's name: it must be a public Python identifier.")
-    if name in _RESERVED_OPS:
-        raise ReservedNameError(f"The op name {name!r} ({place}) belongs to the framework. Choose another one.")
-    with registry.lock:
-        earlier = registry.ops.get(name)
-        if earlier is not None and not _declared_again(earlier.native, native):
-            who = f" by plugin {earlier.plugin}" if earlier.plugin else ""
-            raise DuplicateOpError(
-                f"Op {name!r} is already declared{who} at {earlier.source}, and again at {place}. "
-                "Choose another name, or register an implementation of the existing op."
-            )
-        signature, schema = torch_ops.schema_of(native, name, place)
-        tensors = torch_ops.tensor_parameters(signature)
-        given = tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(activations)
-        for parameter in given:
-            if parameter not in tensors:
-                raise InvalidOpError(
-                    f"Op {name!r} ({place}): the activation {parameter!r} is not a tensor parameter."
-                    + suggest(parameter, tensors)
-                )
-        if allow_inplace and not given:
-            raise InvalidOpError(
-                f"Op {name!r} ({place}) has allow_inplace=True but no activation. Name one with activations=(...), or "
-                "let a tensor parameter's name start with 'x'."
-            )
-        if isinstance(fuse, Supports):
-            try:
-                fuse.checks(signature, tensors)
-            except ConditionError as error:
-                raise ConditionError(f"Op {name!r} ({place}), fuse=...: {error}") from None
-        if earlier is not None:
-            return _redeclare(earlier, native, schema, given, allow_inplace, fuse, place)
-        op: IrOp = codegen.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
-        handle = torch_ops.define(op)
-        registry.ops[name] = op
-        if registry.transaction is not None:
-            registry.transaction.ops.add(name)
-        registry.record(lambda: _remove(name, handle))
-        registry.changed()
-        return op
-
-
-def _redeclare(
-    op: IrOp,
-    native: Callable[..., Any],
-    schema: str,
-    activations: tuple[str, ...],
-    allow_inplace: bool,
-    fuse: bool | Supports,
-    place: str,
-) -> IrOp:
-    """A module was reloaded: keep the object that models hold, and give it the new body."""
-    before = f"{op.name}{op.schema}, activations={op.activations}, allow_inplace={op.allow_inplace}"
-    now = f"{op.name}{schema}, activations={activations}, allow_inplace={allow_inplace}"
-    if now != before:
-        raise DuplicateOpError(
-            f"Op {op.name!r} was declared again at {place} in another way.\n  before: {before} ({op.source})\n"
-            f"  now:    {now}\nRestart Python to change an op's signature."
-        )
-    op.native = op.__wrapped__ = native
-    op.__doc__ = native.__doc__
-    op.fuse = fuse
-    op.source = place
-    op.registered[NATIVE] = IrOpImpl(op, NATIVE, native, batch_invariant=True, plugin=op.plugin, source=place)
-    registry.changed()
-    return op
-
-
-def _remove(name: str, handle: torch_ops.Handle) -> None:
-    registry.ops.pop(name, None)
-    handle.destroy()
-    registry.changed()
-
-
-def find_op(name: str) -> IrOp:
-    """Return the op with a name, loading the standard ops and the plugins if need be.
-
-    Raises:
-        UnknownOpError: Nobody declared it; the message lists the closest names.
-    """
-    op = registry.ops.get(name)
-    if op is None:
-        importlib.import_module("irframework.ops")
-        op = registry.ops.get(name)
-    if op is None:
-        _load_plugins()
-        op = registry.ops.get(name)
-    if op is None:
-        raise UnknownOpError(f"There is no op {name!r}.{suggest(name, registry.ops)}", name=name)
-    return op
-
-
 def _maybe_inplace_named(name: str) -> Any:
     return find_op(name).maybe_inplace
-
-
-def all_ops() -> dict[str, IrOp]:
-    """Return all ops by name: the standard ones and those of plugins and of the program."""
-    importlib.import_module("irframework.ops")
-    _load_plugins()
-    return dict(sorted(registry.ops.items()))
-
-
-def op_of(target: Any) -> tuple[IrOp, bool] | None:
-    """Return the op behind a torch overload, and whether it is the `maybe_inplace` one; None for other targets."""
-    if getattr(target, "namespace", None) != torch_ops.NAMESPACE:
-        return None
-    op = registry.ops.get(target._opname)
-    return None if op is None else (op, target._overloadname == torch_ops.MAYBE_INPLACE)
-
-
-def _load_plugins() -> None:
-    plugins = sys.modules.get("irframework.plugins") or importlib.import_module("irframework.plugins")
-    plugins.load_plugins()
-
-
-__all__ = ["NATIVE", "IrOp", "MaybeInplace", "Tensor", "Tolerance", "all_ops", "find_op", "op_of", "register_op"]

@@ -55,6 +55,7 @@ class CpuPlatform(Platform):
     device_types = ("cpu",)
 
     def is_available(self) -> bool:
+        """Return True."""
         return True
 
 
@@ -65,6 +66,7 @@ class CudaPlatform(Platform):
     device_types = ("cuda",)
 
     def is_available(self) -> bool:
+        """Return whether torch is a CUDA build and sees a GPU."""
         # device_count asks NVML where it can: it initialises nothing, so that a fork afterwards is safe.
         return torch.version.hip is None and torch.cuda.device_count() > 0
 
@@ -76,6 +78,7 @@ class RocmPlatform(Platform):
     device_types = ("cuda",)
 
     def is_available(self) -> bool:
+        """Return whether torch is a ROCm build and sees a GPU."""
         return torch.version.hip is not None and torch.cuda.device_count() > 0
 
 
@@ -86,6 +89,7 @@ class XpuPlatform(Platform):
     device_types = ("xpu",)
 
     def is_available(self) -> bool:
+        """Return whether torch sees an Intel GPU."""
         return torch.xpu.is_available()
 
 
@@ -108,7 +112,9 @@ def add_platform(plugin: str, platform: Any) -> None:
         )
     for owner, other in [("irframework", p) for p in BUILT_IN] + _from_plugins:
         if other.name == platform.name:
-            raise PlatformError(f"Plugin {plugin!r} brings the platform {platform.name!r}, which {owner!r} has already.")
+            raise PlatformError(
+                f"Plugin {plugin!r} brings the platform {platform.name!r}, which {owner!r} has already."
+            )
     entry = (plugin, platform)
     _from_plugins.append(entry)
     registry.record(lambda: _forget(entry))
@@ -167,7 +173,7 @@ def _choose() -> Platform:
 
 
 def _warn_once(claiming: list[tuple[str, Platform]]) -> None:
-    from irframework.dispatch import say_once
+    from irframework.notices import say_once
 
     names = ", ".join(f"{platform.name} (plugin {plugin})" for plugin, platform in claiming)
     say_once(
@@ -183,7 +189,7 @@ def _available(platform: Platform) -> bool:
     try:
         return bool(platform.is_available())
     except Exception as error:
-        from irframework.dispatch import say_once
+        from irframework.notices import say_once
 
         text = f"{type(error).__name__}: {error}"
         say_once(logging.WARNING, (platform.name, text), "is_available() of platform %s raised %s", platform.name, text)

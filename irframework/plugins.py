@@ -207,7 +207,9 @@ def _apply_lists(found: list[_Plugin]) -> None:
 
 def _attempt(plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
     """Run one step of loading; any failure but a keyboard interrupt quarantines the plugin."""
-    alarm = threading.Timer(_SLOW_SECONDS, logger.warning, ("%s is still loading after %.0f s", plugin.described, _SLOW_SECONDS))
+    alarm = threading.Timer(
+        _SLOW_SECONDS, logger.warning, ("%s is still loading after %.0f s", plugin.described, _SLOW_SECONDS)
+    )
     alarm.daemon = True
     alarm.start()
     started = time.perf_counter()

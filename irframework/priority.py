@@ -167,8 +167,8 @@ def check_named(lists: Mapping[str, tuple[str, ...]], origin: str) -> None:
         UnknownOpError: There is no such op.
         UnknownProviderError: A provider has no implementation of the op.
     """
-    from irframework.op import find_op
     from irframework.plugins import load_plugins
+    from irframework.registry import find_op
 
     load_plugins()
     for name, providers in lists.items():
@@ -185,7 +185,7 @@ def _known_providers(op: "IrOp", providers: tuple[str, ...], origin: str) -> lis
         if provider in op.registered:
             known.append(provider)
         elif provider != name:
-            from irframework.dispatch import say_once
+            from irframework.notices import say_once
 
             say_once(
                 logging.WARNING,

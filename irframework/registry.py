@@ -1,14 +1,18 @@
 """The one table of ops, and transactions over it.
 
-Owns which ops exist and the undo journal that makes a plugin's registrations all-or-nothing. Does not know what an op
-or an implementation is.
+Owns which ops exist, finding one by name, and the undo journal that makes a plugin's registrations all-or-nothing. Does
+not know what an op or an implementation is.
 """
 
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from irframework.errors import UnknownOpError, suggest
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -74,3 +78,34 @@ class Registry:
 
 
 registry = Registry()
+
+
+def find_op(name: str) -> "IrOp":
+    """Return the op with a name, loading the standard ops and the plugins if need be.
+
+    Raises:
+        UnknownOpError: Nobody declared it; the message lists the closest names.
+    """
+    op = registry.ops.get(name)
+    if op is None:
+        importlib.import_module("irframework.ops")
+        op = registry.ops.get(name)
+    if op is None:
+        load_plugins()
+        op = registry.ops.get(name)
+    if op is None:
+        raise UnknownOpError(f"There is no op {name!r}.{suggest(name, registry.ops)}", name=name)
+    return op
+
+
+def all_ops() -> dict[str, "IrOp"]:
+    """Return all ops by name: the standard ones and those of plugins and of the program."""
+    importlib.import_module("irframework.ops")
+    load_plugins()
+    return dict(sorted(registry.ops.items()))
+
+
+def load_plugins() -> None:
+    """Load the plugins if they were not loaded yet; cheap afterwards."""
+    plugins = sys.modules.get("irframework.plugins") or importlib.import_module("irframework.plugins")
+    plugins.load_plugins()

@@ -9,7 +9,6 @@ Private torch API used here (read in 2.11 and 2.13): `torch.library.Library._des
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch.library import Library, infer_schema
 
 from irframework import autograd
 from irframework.errors import InvalidOpError
+from irframework.registry import registry
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -67,8 +67,8 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
             raise InvalidOpError(f"Op {name!r} ({place}): the tensor {parameter.name!r} must not be keyword-only.")
         if parameter.name in _TAKEN or parameter.name.startswith("_"):
             raise InvalidOpError(
-                f"Op {name!r} ({place}): a parameter cannot be called {parameter.name!r}; generated code uses names with a "
-                f"leading underscore and {', '.join(_TAKEN)}. Rename it."
+                f"Op {name!r} ({place}): a parameter cannot be called {parameter.name!r}; generated code uses names "
+                f"with a leading underscore and {', '.join(_TAKEN)}. Rename it."
             )
 
     def prototype() -> None:
@@ -126,7 +126,7 @@ def define(op: "IrOp") -> Handle:
 
 
 def _define_overload(library: Library, op: "IrOp", qualified: str, donated: bool) -> None:
-    from irframework.dispatch import run
+    from irframework.execution import run
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return run(op, op.bind(args, kwargs), donated=donated)
@@ -141,19 +141,18 @@ def _define_overload(library: Library, op: "IrOp", qualified: str, donated: bool
 
 def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:
     """Return fake outputs of an op: those of native, contiguous and of their own. Never depends on a provider."""
-    from irframework.dispatch import own_outputs
+    from irframework.execution import own_outputs
 
     return own_outputs(op, (op.fake or op.registered["native"]).apply(args), args)
 
 
 def _notify_compiler(op: "IrOp") -> None:
-    """Tell the compiler that an op is being traced, so that its guards and passes are in place. Cheap when it is not."""
+    """Tell the compiler that an op is being traced, so that its guards and passes are in place."""
     if torch._guards.TracingContext.try_get() is None:
         return
-    guards = sys.modules.get("irframework.compiler.guards")
-    if guards is None:
-        from irframework.compiler import guards  # type: ignore[no-redef]
-    guards.on_traced(op)  # type: ignore[union-attr]
+    from irframework.compiler.guards import on_traced
+
+    on_traced(op)
 
 
 def define_donate() -> Any:
@@ -174,3 +173,11 @@ def define_donate() -> Any:
         torch.library.register_autograd(f"{NAMESPACE}::donate", backward, lib=library)
         _handles["donate"] = Handle([library])
     return torch.ops.irframework.donate.default
+
+
+def op_of(target: Any) -> "tuple[IrOp, bool] | None":
+    """Return the op behind a torch overload, and whether it is the `maybe_inplace` one; None for other targets."""
+    if getattr(target, "namespace", None) != NAMESPACE:
+        return None
+    op = registry.ops.get(target._opname)
+    return None if op is None else (op, target._overloadname == MAYBE_INPLACE)

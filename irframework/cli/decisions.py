@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from irframework.compiler.report import Report
 from irframework.decision import Candidate, Decision
 from irframework.dispatch import resolve
-from irframework.op import op_of
+from irframework.torch_ops import op_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def _reason(candidate: Candidate) -> str:
 
 def decisions_now(arguments: Mapping[str, tuple[Any, ...]]) -> list[Decision]:
     """Decisions for one call of each op given by name, with every candidate asked."""
-    from irframework.op import find_op
+    from irframework.registry import find_op
 
     with torch.no_grad():
         return [resolve(find_op(name), values, stop_at_first=False) for name, values in arguments.items()]

@@ -89,8 +89,8 @@ def diagnose() -> Diagnosis:
         PluginError: a plugin failed, and strict mode is on.
         ConfigError: an environment variable cannot be read.
     """
-    from irframework.op import all_ops
     from irframework.plugins import GROUP, plugins
+    from irframework.registry import all_ops
 
     infos = tuple(plugins())
     ops = all_ops()

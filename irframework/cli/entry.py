@@ -32,16 +32,12 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         usage leaves through `SystemExit(2)`, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(arguments[0] if arguments else None)
-    chosen = parser.parse_args(arguments)
-    if chosen.command is None:
-        parser.print_help()
-        return 0
-    module = importlib.import_module(f"irframework.cli.{chosen.command}")
-    from irframework.errors import IrError
-
     try:
-        return int(module.run(chosen))
+        chosen = _parser(arguments[0] if arguments else None).parse_args(arguments)
+        if chosen.command is None:
+            _parser(None).print_help()
+            return 0
+        return int(importlib.import_module(f"irframework.cli.{chosen.command}").run(chosen))
     except BrokenPipeError:
         # The reader (head, less) has gone. Python would complain again while it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,15 +46,21 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        # torch.compile wraps what a pass raises in an exception of its own.
-        cause = getattr(error, "inner_exception", error)
-        if not isinstance(cause, IrError):
-            raise
-        if chosen.json:
-            print(json.dumps({"error": {"type": type(cause).__name__, "message": str(cause)}}, indent=2))
-        else:
-            print(f"error: {cause}", file=sys.stderr)
-        return 1
+        return _failed(error, as_json="--json" in arguments)
+
+
+def _failed(error: Exception, as_json: bool) -> int:
+    """Shows a user's mistake in one line; anything else is a bug of ours and keeps its traceback."""
+    from irframework.errors import IrError
+
+    cause = getattr(error, "inner_exception", error)  # torch.compile wraps what a pass raises
+    if not isinstance(cause, IrError):
+        raise error
+    if as_json:
+        print(json.dumps({"error": {"type": type(cause).__name__, "message": str(cause)}}, indent=2))
+    else:
+        print(f"error: {cause}", file=sys.stderr)
+    return 1
 
 
 def _parser(asked: str | None) -> argparse.ArgumentParser:

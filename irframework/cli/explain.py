@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from irframework.config import KernelConfig, configure
     from irframework.dispatch import resolve
     from irframework.errors import DeviceUnavailableError
-    from irframework.op import find_op
+    from irframework.registry import find_op
 
     configure(KernelConfig.from_cli_args(arguments))
     op = find_op(arguments.op)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 0, or an `IrError` that the entry turns into 1."""
     from irframework.cli.tables import print_table
-    from irframework.op import all_ops, find_op
+    from irframework.registry import all_ops, find_op
 
     found = [find_op(name) for name in arguments.op] or list(all_ops().values())
     if arguments.json:

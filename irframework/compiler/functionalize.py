@@ -20,7 +20,8 @@ from irframework.compiler.aliasing import disjoint, storage_of
 from irframework.compiler.clones import donate_op
 from irframework.compiler.report import Donation, Report, source_line
 from irframework.errors import DonationError
-from irframework.op import IrOp, op_of
+from irframework.op import IrOp
+from irframework.torch_ops import op_of
 
 # Torch functions and methods that may return a view and read nothing of what they are given.
 _VIEWS_TEXT = (
@@ -39,7 +40,7 @@ _METADATA_TEXT = (
 _METADATA = frozenset(_METADATA_TEXT.split())
 
 
-def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> bool:
+def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> list[int]:
     """Rewrite every `maybe_inplace` node of a pre-grad graph; subgraphs too.
 
     Args:
@@ -48,31 +49,25 @@ def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -
         donate_inputs: False: graph inputs are never overwritten.
 
     Returns:
-        Whether the graph holds IR ops (also in subgraphs).
+        Which of the graph's inputs, by position, may be overwritten.
 
     Raises:
         DonationError: A tensor, or something that shares its memory, is used after it was donated.
     """
-    holds_ir_ops = False
     donated_inputs: list[Node] = []
     uses: _Uses | None = None
     for node in list(graph.nodes):
         found = op_of(node.target) if node.op == "call_function" else None
-        if found is None:
-            continue
-        holds_ir_ops = True
-        op, is_inplace = found
-        if not is_inplace:
-            continue
-        uses = uses or _Uses(graph)
-        donated_inputs += _rewrite(graph, node, op, uses, report, donate_inputs)
+        if found is not None and found[1]:
+            uses = uses or _Uses(graph)
+            donated_inputs += _rewrite(graph, node, found[0], uses, report, donate_inputs)
     if donated_inputs:
         guards.inputs_stay_apart(graph, donated_inputs)
     for module in _submodules(graph):
         # the body of a branch or checkpoint: what it is given belongs to the graph around it
-        holds_ir_ops |= functionalize(module.graph, report, donate_inputs=False)
+        functionalize(module.graph, report, donate_inputs=False)
         module.recompile()
-    return holds_ir_ops
+    return [index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in donated_inputs]
 
 
 def _submodules(graph: Graph) -> Iterator[GraphModule]:

@@ -23,17 +23,16 @@ from irframework.compiler.inlining import Template, inline
 from irframework.compiler.report import Report, location
 from irframework.compiler.tracing import contiguous_strides, fake_like, trace
 from irframework.dispatch import resolve
+from irframework.notices import say_once
 from irframework.errors import ImplementationContractError, IrError, LoweringError
-from irframework.op import IrOp, op_of
+from irframework.op import NATIVE, IrOp
+from irframework.torch_ops import op_of
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
 
-logger = logging.getLogger(__name__)
-
 _MAX_DEPTH = 32
 _CHAIN = "irframework_chain"
-_named_once: set[tuple[str, str, str]] = set()
 
 
 @dataclass(slots=True)
@@ -313,10 +312,13 @@ class _Contract:
 
     def name_layout(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
         """Say once that an output had to be copied into the layout the op promises."""
-        once = (self.op.name, self.impl.provider, str(index))
-        if once not in _named_once:
-            _named_once.add(once)
-            logger.warning(
+        if self.impl.provider != NATIVE:
+            say_once(
+                logging.WARNING,
+                (self.impl.name, index, "layout"),
                 "%s returns output %d with strides %s where the op promises %s: a copy repairs it.",
-                _title(self.impl), index, tuple(got.stride()), tuple(want.stride()),
-            )  # fmt: skip
+                _title(self.impl),
+                index,
+                tuple(got.stride()),
+                tuple(want.stride()),
+            )

@@ -20,7 +20,7 @@ __all__ = ["fused_add_rms_norm", "gelu_and_mul", "rms_norm", "rotary_embedding",
 def __getattr__(name: str) -> "IrOp":
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from irframework.op import find_op
+    from irframework.registry import find_op
 
     return find_op(name)
 

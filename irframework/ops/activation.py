@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from irframework.declaration import register_op
 from irframework.errors import ArgumentError
-from irframework.op import register_op
 from irframework.ops.layernorm import check_floating
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from irframework.declaration import register_op
 from irframework.errors import ArgumentError
-from irframework.op import register_op
 from irframework.ops.layernorm import check_floating
 
 

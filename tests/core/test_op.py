@@ -11,7 +11,8 @@ from torch import Tensor
 
 import irframework as ir
 from irframework import errors
-from irframework.op import all_ops, find_op, op_of
+from irframework.registry import all_ops, find_op
+from irframework.torch_ops import op_of
 from irframework.registry import registry
 
 
