@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from irframework.compiler.backend import lower, run_pre_grad_stage
     from irframework.compiler.hooks import install
-    from irframework.compiler.report import Report, last_report
+    from irframework.compiler.report import Report, last_report, recent_reports
 
 _HOMES = {
     "install": "hooks",
@@ -17,9 +17,10 @@ _HOMES = {
     "run_pre_grad_stage": "backend",
     "last_report": "report",
     "Report": "report",
+    "recent_reports": "report",
 }
 
-__all__ = ["Report", "install", "last_report", "lower", "run_pre_grad_stage"]
+__all__ = ["Report", "install", "last_report", "lower", "recent_reports", "run_pre_grad_stage"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from irframework.compiler import guards, hooks
 from irframework.compiler.pipeline import PostPass, PrePass, run_pre_grad
+from irframework.platform import current_platform
+from irframework.plugins import platform_compiler
+from irframework.priority import option_scope
 
 _PRIORITY_OPTION = "ir_op_priority"
 
@@ -39,14 +42,55 @@ def irframework(
     Returns:
         The compiled function.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     rest = dict(options or {})
     option_priority = rest.pop(_PRIORITY_OPTION, None)
-    patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
+    with option_scope(option_priority):  # a mistake in it is found before anything is compiled
+        compiler = platform_compiler(current_platform())
     guards.watch_choices()
-    run_pre_grad_stage(module)
-    return cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
+    donated = run_pre_grad(module.graph, donate_inputs=True)
+    module.recompile()
+    if compiler is None:
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
+        compiled = cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
+    else:
+        compiled = _compile_for_platform(module, example_inputs, compiler, option_priority)
+    return _count_overwriting(compiled, donated) if donated else compiled
+
+
+def _compile_for_platform(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+    option_priority: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """Hand lowered graphs to the compiler that a plugin gives for its platform."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compile_one(inference: bool) -> Callable[..., Any]:
+        def run(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return compiler(lower(graph, inputs, inference=inference, ir_op_priority=option_priority), inputs)
+
+        return run
+
+    backend: Callable[..., Callable[..., Any]] = aot_autograd(
+        fw_compiler=compile_one(False), bw_compiler=compile_one(False), inference_compiler=compile_one(True)
+    )
+    return backend(module, example_inputs)
+
+
+def _count_overwriting(compiled: Callable[..., Any], donated: Sequence[int]) -> Callable[..., Any]:
+    """Let autograd know that donated inputs were written: an older graph that saved one must fail, not be wrong."""
+
+    def run(*args: Any) -> Any:
+        results = compiled(*args)
+        for index in donated:
+            if not args[index].is_inference():
+                torch.autograd.graph.increment_version(args[index])
+        return results
+
+    return run
 
 
 def run_pre_grad_stage(module: GraphModule) -> GraphModule:
@@ -55,7 +99,7 @@ def run_pre_grad_stage(module: GraphModule) -> GraphModule:
     Raises:
         DonationError: A tensor is used after it was donated.
     """
-    run_pre_grad(module.graph)
+    run_pre_grad(module.graph, donate_inputs=True)
     module.recompile()
     return module
 

@@ -60,16 +60,17 @@ def choices_of_this_compile() -> AbstractContextManager[None]:
 def _priority_guard(context: TracingContext) -> Guard:
     from torch._dynamo.source import GlobalStateSource
 
+    from irframework.compiler import hooks, report
+
     unchanged = _unchanged_choices()
     reference = weakref.ref(context)
+    hits = hooks.cache_hits()
 
     def create(builder: Any, guard: Guard) -> None:
-        from irframework.compiler import hooks, report
-
         hooks.add_lambda_guard(builder, unchanged, "irframework: kernel priorities are unchanged", guard)
         alive = reference()
         if alive is not None:
-            report.close_compile(alive)
+            report.close_compile(alive, cached=hooks.cache_hits() > hits)
 
     return Guard(GlobalStateSource(), create)
 

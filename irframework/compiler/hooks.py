@@ -4,22 +4,22 @@ Owns `install` and the configuration the backend compiles with. Does not own the
 
 Read in torch 2.11 and 2.13. 2.13: each hook of `torch._inductor.config` takes a pass or a list of passes, and
 `pre_grad_custom_pass` belongs to the cache key unless `pre_grad_pass_timing` is "early". 2.11: each hook takes one
-pass, and `pre_grad_custom_pass` is a plain callable that always runs before the key is made.
+pass, `pre_grad_custom_pass` is a plain callable that always runs before the key is made, and passes are not told
+whether the graph is for inference. The guard builder's `guard_manager.root.add_lambda_guard`,
+`add_python_lambda_leaf_guard_to_root` and `_get_closure_vars` are the same in both.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch._guards import Guard
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from irframework.compiler.pipeline import PostPass, PreGradPass, PrePass
+from irframework.compiler.pipeline import InferenceAwarePass, PostPass, PreGradPass, PrePass
 
 _PRE_GRAD, _PRE, _POST = "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 
@@ -29,7 +29,7 @@ def _takes_lists() -> bool:
     return hasattr(config, "pre_grad_pass_timing")
 
 
-class PassSequence(CustomGraphPass):
+class PassSequence(InferenceAwarePass):  # type: ignore[misc]
     """Several passes in a hook that takes one."""
 
     def __init__(self, passes: Sequence[Any]) -> None:
@@ -38,7 +38,7 @@ class PassSequence(CustomGraphPass):
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Run all passes on a graph, in place."""
         for each in self.passes:
-            if is_inference is not None and isinstance(each, (PrePass, PostPass)):
+            if isinstance(each, (PrePass, PostPass)):
                 each(graph, is_inference)
             else:
                 each(graph)
@@ -111,12 +111,8 @@ def configuration(options: Mapping[str, Any], option_priority: Mapping[str, Any]
 
 
 def add_lambda_guard(builder: Any, test: Callable[[object], bool], text: str, guard: Guard) -> None:
-    """Add a test of the whole frame to Dynamo's guards (2.11 takes two arguments, 2.13 a stack as well)."""
-    add = builder.guard_manager.root.add_lambda_guard
-    try:
-        add(test, [text], guard.user_stack)
-    except TypeError:
-        add(test, [text])
+    """Add a test of the whole frame to Dynamo's guards."""
+    builder.guard_manager.root.add_lambda_guard(test, [text], guard.user_stack)
 
 
 def add_expression_guard(builder: Any, expression: str, text: str, names: dict[str, Any]) -> None:
@@ -141,8 +137,8 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
-def accepts_inference_flag() -> bool:
-    """Whether Inductor tells passes if the graph is for inference (`CustomInferenceAwareGraphPass`)."""
-    from torch._inductor import custom_graph_pass
+def cache_hits() -> int:
+    """How many compiled graphs came from a cache so far, in this process."""
+    from torch._dynamo.utils import counters
 
-    return inspect.isclass(getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None))
+    return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from irframework.compiler.aliasing import storage_of
-from irframework.compiler.tracing import fake_like
+from irframework.compiler.tracing import fake_like, fake_view
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
 
@@ -127,32 +127,40 @@ class _Fakes:
 
     def __init__(self, template: Template) -> None:
         self._template = template
-        self._known: set[int | None] = set()
+        self._base: dict[int | None, torch.Tensor] = {}
 
     def bind(self, placeholder: Node, argument: Node) -> None:
-        self._known.add(storage_of(placeholder.meta["val"]))
+        if isinstance(argument.meta["val"], torch.Tensor):
+            self._base[storage_of(placeholder.meta["val"])] = argument.meta["val"]
 
     def copy(self, inner: Node, new: Node) -> Any:
         value = inner.meta["val"]
         if inner.target is operator.getitem:
             return new.args[0].meta["val"][new.args[1]]  # type: ignore[union-attr]
         if isinstance(value, (tuple, list)):
-            if any(storage_of(item) in self._known for item in value if isinstance(item, torch.Tensor)):
-                return self._run(new)
-            return type(value)(self._one(item) for item in value)
-        if isinstance(value, torch.Tensor) and storage_of(value) in self._known:
-            return self._run(new)
-        return self._one(value)
+            items = [self._one(item) for item in value]
+            return self._run(new) if any(item is _UNKNOWN for item in items) else type(value)(items)
+        item = self._one(value)
+        return self._run(new) if item is _UNKNOWN else item
 
     def _one(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        self._known.add(storage_of(value))
-        return fake_like(value, self._template.mode) if self._template.used else value
+        storage = storage_of(value)
+        base = self._base.get(storage)
+        if base is not None:
+            view = fake_view(base, value)
+            return _UNKNOWN if view is None else view
+        fresh = fake_like(value, self._template.mode) if self._template.used else value
+        self._base[storage] = fresh
+        return fresh
 
     def _run(self, new: Node) -> Any:
-        """A view: let the op itself say what it is a view of."""
+        """A view that only the op itself can describe, e.g. one of another dtype."""
         args = map_arg(new.args, lambda n: n.meta["val"])
         kwargs = map_arg(new.kwargs, lambda n: n.meta["val"])
         with self._template.mode, torch.no_grad():
             return new.target(*args, **kwargs)  # type: ignore[operator]
+
+
+_UNKNOWN = object()

@@ -23,8 +23,8 @@ from irframework.compiler.inlining import Template, inline
 from irframework.compiler.report import Report, location
 from irframework.compiler.tracing import contiguous_strides, fake_like, trace
 from irframework.dispatch import resolve
-from irframework.notices import say_once
 from irframework.errors import ImplementationContractError, IrError, LoweringError
+from irframework.notices import say_once
 from irframework.op import NATIVE, IrOp
 from irframework.torch_ops import op_of
 

@@ -3,7 +3,7 @@
 Owns the stages and the pass objects that Inductor calls. Does not own a pass: each has a module of its own.
 
 Private torch APIs, read in 2.11 and 2.13: `_inductor.custom_graph_pass.CustomGraphPass` and, where it exists,
-`CustomInferenceAwareGraphPass`; `GraphTransformObserver`.
+`CustomInferenceAwareGraphPass` (2.13); `TracingContext.fw_metadata.is_train`; `GraphTransformObserver`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch._guards import TracingContext
 from torch._inductor import custom_graph_pass
 from torch.fx import Graph
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
-from irframework.compiler import guards
+from irframework.compiler import guards, inductor_fault
 from irframework.compiler.clones import COPY, materialize, remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
 from irframework.compiler.lowering import Lowering
@@ -35,8 +36,8 @@ from irframework.torch_ops import NAMESPACE
 
 BEFORE, AFTER = "before_lowering", "after_lowering"  # the stages that plugins know
 
-_CustomGraphPass: Any = custom_graph_pass.CustomGraphPass
-_InferenceAware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", _CustomGraphPass)
+CustomGraphPass: Any = custom_graph_pass.CustomGraphPass
+InferenceAwarePass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,31 +172,49 @@ def _concerns_us(graph: Graph) -> bool:
     return _holds_ir_ops(graph) or any(COPY in node.meta for node in graph.nodes)
 
 
-class PreGradPass(_CustomGraphPass):  # type: ignore[misc]
+def _is_inference_graph() -> bool:
+    """What AOTAutograd said about the graph that is compiled now; False if it said nothing."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    return not getattr(metadata, "is_train", True)
+
+
+class PreGradPass(CustomGraphPass):  # type: ignore[misc]
     """Before autograd: `maybe_inplace` becomes functional."""
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite a graph of torch functions in place."""
-        run_pre_grad(graph)
+        from irframework.compiler import hooks
+
+        run_pre_grad(graph, donate_inputs=hooks.donation_is_in_the_key())
 
     def uuid(self) -> str:
         """The cache key. What the pass decides by is in the graph, or in the graph that it makes."""
         return _source_digest()
 
 
-def run_pre_grad(graph: Graph) -> None:
-    """Run the pre-grad stage on one graph; a second run changes nothing."""
-    from irframework.compiler import hooks
+def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> list[int]:
+    """Run the pre-grad stage on one graph; a second run changes nothing.
 
+    Args:
+        graph: A graph of torch functions.
+        donate_inputs: Whether graph inputs may be overwritten. Which inputs share memory is in no cache key, so this
+            must be False where the key is not made from the rewritten graph.
+
+    Returns:
+        Which of the graph's inputs, by position, may be overwritten.
+    """
+    donated: list[int] = []
     holds_ir_ops = _holds_ir_ops(graph)
     if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
         began = time.perf_counter()
         report = current_report(create=holds_ir_ops) or Report()
-        functionalize(graph, report, donate_inputs=hooks.donation_is_in_the_key())
+        donated = functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)
+    return donated
 
 
-class _PostGradPass(_InferenceAware):  # type: ignore[misc]
+class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
     """A stage after autograd, for one set of compile options."""
 
     stage: str
@@ -209,8 +228,11 @@ class _PostGradPass(_InferenceAware):  # type: ignore[misc]
         """{op: {node: provider}} of what this pass lowered last."""
         return self.lowering.selected_impls
 
-    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
-        """Run the stage on a graph, in place."""
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Run the stage on a graph, in place; `is_inference` is None where Inductor does not say (2.11)."""
+        inductor_fault.correct()
+        if is_inference is None:
+            is_inference = _is_inference_graph()
         with guards.choices_of_this_compile(), option_scope(self.option_priority):
             steps = steps_of(self.stage, self.lowering)
             if _concerns_us(graph) or any(step.foreign for step in steps):

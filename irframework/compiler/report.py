@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -135,12 +135,18 @@ class Report:
 
 _lock = threading.Lock()
 _by_context: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+_recent: deque[Report] = deque(maxlen=64)
 _last: Report | None = None
 
 
 def last_report() -> Report | None:
     """The report of the most recent compile that met an IR op, in any thread; None before the first one."""
     return _last
+
+
+def recent_reports() -> list[Report]:
+    """The reports of the latest compiles, oldest first: a model with graph breaks has several."""
+    return list(_recent)
 
 
 def current_report(*, create: bool = True) -> Report | None:
@@ -157,21 +163,30 @@ def current_report(*, create: bool = True) -> Report | None:
             report = Report()
             if context is not None:
                 _by_context[context] = report
+            _recent.append(report)
         if report is not None and create:
             _last = report
         return report
 
 
-def close_compile(context: object) -> None:
-    """Called when Dynamo has finished a compile that traced IR ops: if no pass ran, it came from a cache."""
+def close_compile(context: object, *, cached: bool) -> None:
+    """Finish the report when Dynamo has finished a compile that traced IR ops.
+
+    Args:
+        context: Dynamo's tracing context of the compile.
+        cached: Whether compiled code was taken from a cache meanwhile.
+    """
     global _last
     with _lock:
         report = _by_context.get(context)
-        if report is None or not (report.timings.keys() - {"functionalize"}):
-            report = report or Report()
-            report.from_cache = True
-            _by_context[context] = report
-            _last = report
+        passes_ran = report is not None and bool(report.timings.keys() - {"functionalize"})
+        if not passes_ran and not cached:
+            return  # a backend that runs IR ops as they are
+        if report is None:
+            report = _by_context[context] = Report()
+            _recent.append(report)
+        report.from_cache = not passes_ran
+        _last = report
     logger.info("%s", report.summary())
 
 

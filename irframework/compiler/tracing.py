@@ -4,7 +4,7 @@ Owns the one call to `make_fx`, functionalization of what is traced, and the mak
 ops, implementations or graphs that something is inlined into.
 
 Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its mode,
-`torch._functionalize_has_data_mutation`, `_inductor.decomposition.select_decomp_table`,
+`torch._functionalize_has_data_mutation`, `in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`,
 `_inductor.config.enable_auto_functionalized_v2`.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -130,6 +130,15 @@ def fake_like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
             meta = torch.empty(offset + extent, dtype=value.dtype, device="meta")
             meta = meta.as_strided(value.size(), value.stride(), offset)
     return FakeTensor(mode, meta, value.device)
+
+
+def fake_view(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+    """A fake tensor that lies on the storage of `base` as `like` lies on its own; None where that cannot be said."""
+    if type(base) is not FakeTensor or base.dtype != like.dtype or like.layout is not torch.strided:
+        return None
+    with in_kernel_invocation_manager(base.fake_mode), torch.no_grad():
+        meta = torch.as_strided(base, like.size(), like.stride(), like.storage_offset())
+    return FakeTensor(base.fake_mode, meta, base.device)
 
 
 def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
