@@ -20,7 +20,7 @@ DIST ?= dist
 export HF_HUB_OFFLINE := 1
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: demo test test-main test-interpreter test-fakedev test-sycl setup lint format docs bench wheels clean help
+.PHONY: demo test test-main test-fakedev test-sycl setup lint format docs bench wheels clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -54,20 +54,27 @@ $(VENV)/.stamp-plugin-%: plugins/%/pyproject.toml $(VENV)/.stamp-demo
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --editable plugins/$*
 	@touch $@
 
+# Triton belongs to no requirement (a torch for a GPU brings its own); its interpreter is what the tests run kernels with.
+$(VENV)/.stamp-triton: $(VENV)/.stamp-tools
+	@echo '== set-up: Triton, for its interpreter'
+	@$(PIP_INSTALL) triton
+	@touch $@
+
 $(VENV)/.stamp-plugin-vllm_c: plugins/vllm_c/CMakeLists.txt $(wildcard csrc/cpu/* csrc/cuda/*)
 
-setup: $(VENV)/.stamp-dev $(PLUGINS:%=$(VENV)/.stamp-plugin-%)
+setup: $(VENV)/.stamp-dev $(VENV)/.stamp-triton $(PLUGINS:%=$(VENV)/.stamp-plugin-%)
 
 # ---- the two commands of the README ---------------------------------------------------------------------------------
 demo: $(VENV)/.stamp-plugin-vllm_c
 	$(BIN)/irframework run --model smollm2 --prompt "$(PROMPT)"
 
-test: test-main test-interpreter test-fakedev test-sycl
+test: test-main test-fakedev test-sycl
 
 test-main: setup
 	$(PYTEST) tests -m 'not interpreter and not fakedev and not sycl' $(PYTEST_ARGS)
 
-# Tests that change the whole process run in one of their own. $(1): their mark; $(2): the environment they need.
+# Tests that change the whole process run in one of their own (those of Triton and AITER start theirs themselves).
+# $(1): their mark; $(2): the environment they need.
 define in_own_process
 	@files=$$(grep -rl --include='*.py' 'mark\.$(1)\b' tests || true); \
 	if [ -n "$$files" ]; then \
@@ -75,9 +82,6 @@ define in_own_process
 	  $(2) $(PYTEST) -m $(1) $$files $(PYTEST_ARGS); \
 	fi
 endef
-
-test-interpreter: setup  # Triton kernels, run by Triton's interpreter; it must be chosen before triton is imported
-	$(call in_own_process,interpreter,TRITON_INTERPRET=1)
 
 test-fakedev: setup  # the PrivateUse1 device can be renamed once per process
 	$(call in_own_process,fakedev,)
@@ -87,9 +91,10 @@ test-sycl: setup  # the SYCL runtime finds its CPU device through this variable
 
 # ---- quality --------------------------------------------------------------------------------------------------------
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict $(TYPED)
+	@status=0; \
+	for check in 'ruff check .' 'ruff format --check .' 'mypy --strict $(TYPED)'; do \
+	  echo "$$check"; $(BIN)/$$check || status=1; \
+	done; exit $$status
 
 format: setup
 	$(BIN)/ruff check --fix .
