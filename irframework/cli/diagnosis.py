@@ -217,7 +217,6 @@ def _reach_findings(op: IrOp) -> Iterator[Finding]:
 
     devices = tuple(dict.fromkeys((*current_platform().device_types, "cpu")))
     named = {e.provider for d in devices for m in MODES for e in entries_for(op, d, m) if e.origin != "registered"}
-    has_list = bool(named)
     for provider, impl in op.impls.items():
         if provider == "native" or not impl.supported:
             continue
@@ -225,8 +224,8 @@ def _reach_findings(op: IrOp) -> Iterator[Finding]:
         if None not in obstacles:
             reasons = "; ".join(sorted(str(obstacle) for obstacle in obstacles))
             yield Finding("note", f"{op.name}:{provider}", f"no call can reach it: {reasons}")
-        elif has_list and provider not in named:
-            text = "is supported but in no priority list of this op; it is asked after those that are, by name"
+        elif provider not in named:
+            text = "is supported but in no priority list of this op; it is asked after those that are, in order of name"
             yield Finding("note", f"{op.name}:{provider}", text)
 
 

@@ -5,7 +5,9 @@ An op's own input generator comes first. Owns the arguments of the standard ops 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +41,17 @@ def _rotary(make: Make, shape: Shape) -> tuple[Any, ...]:
     return (positions, query, make(shape), make((128, head)), head)
 
 
+_SMALL = 1 << 20  # elements; below, real memory costs less than the import of fake tensors
+
+
+def _holding_no_data(shape: Shape, device: str) -> AbstractContextManager[Any]:
+    if device == "cpu" and math.prod(shape) <= _SMALL:
+        return nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
 _STANDARD: dict[str, Callable[[Make, Shape], tuple[Any, ...]]] = {
     "rms_norm": _norm,
     "fused_add_rms_norm": _add_norm,
@@ -51,8 +64,8 @@ _STANDARD: dict[str, Callable[[Make, Shape], tuple[Any, ...]]] = {
 def sample_arguments(op: IrOp, shape: Shape, dtype: torch.dtype, device: str) -> tuple[Any, ...]:
     """All arguments of one call, in the order of the signature.
 
-    The tensors are fake: only shape, dtype, strides and device decide a call, so a large shape costs nothing and a
-    device need not be here.
+    Only shape, dtype, strides and device decide a call, so a large tensor or one on another device is a fake: it costs
+    nothing, and the device need not be here.
 
     Args:
         op: the op.
@@ -63,9 +76,7 @@ def sample_arguments(op: IrOp, shape: Shape, dtype: torch.dtype, device: str) ->
     Raises:
         InvalidOpError: the op is no standard op and has no input generator.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
+    with _holding_no_data(shape, device):
         build = _STANDARD.get(op.name)
         if op.input_generator is not None or build is None:
             return op.generate_inputs(shape=shape, dtype=dtype, device=device)

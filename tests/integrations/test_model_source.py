@@ -93,7 +93,7 @@ def test_a_misspelt_random_name_is_suggested() -> None:
 
 
 def test_an_empty_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="no config.json"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         load(tmp_path)
 
 
