@@ -20,7 +20,7 @@ from irframework.dispatch import check_arguments, resolve, why_never
 from irframework.errors import ImplementationContractError
 from irframework.notices import say_once
 from irframework.priority import current_context, entries_for
-from irframework.registry import registry
+from irframework.registry import load_plugins, registry
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -54,6 +54,8 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
 def _generate(op: "IrOp", donated: bool, context: Any) -> None:
     from irframework.platform import current_platform
 
+    if not load_plugins():  # what is chosen now may not last
+        return
     generation = registry.generation
     devices = list(dict.fromkeys((*current_platform().device_types, "cpu")))
     branches = [(device, _possible(op, device)) for device in devices]

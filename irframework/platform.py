@@ -219,4 +219,6 @@ def as_lists(value: Any) -> dict[str, tuple[str, ...]]:
     if value is None:
         return {}
     items = value if isinstance(value, Mapping) else value.model_dump()
-    return {op: parse_providers(providers, op) for op, providers in items.items()}
+    return {
+        op: tuple(name.removesuffix("?") for name in parse_providers(providers, op)) for op, providers in items.items()
+    }

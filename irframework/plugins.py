@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
@@ -89,12 +90,16 @@ _loading = False
 _manager: "pluggy.PluginManager | None" = None
 
 
-def _reset_lock_in_child() -> None:
-    global _lock
+def _reset_in_child() -> None:
+    """After a fork: another thread may have held the lock, half-way through loading; this process starts anew."""
+    global _lock, _loading
     _lock = threading.RLock()
+    if _loading:
+        _take_back_all()
+        _loading = False
 
 
-os.register_at_fork(after_in_child=_reset_lock_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 def manager() -> "pluggy.PluginManager":
@@ -114,33 +119,69 @@ def discover() -> list[Any]:
     """Return the entry points of all installed plugins, sorted by name. Imports no plugin."""
     import importlib_metadata
 
-    return sorted(importlib_metadata.entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+    try:
+        found = list(importlib_metadata.entry_points(group=GROUP))
+    except Exception:  # some distribution has metadata that cannot be read: look at each alone
+        found = []
+        for dist in importlib_metadata.distributions():
+            try:
+                found += dist.entry_points.select(group=GROUP)
+            except Exception as error:
+                logger.warning("The metadata at %s cannot be read: %s", getattr(dist, "_path", "?"), _cause(error))
+    return sorted(found, key=lambda entry: (entry.name, entry.value))
 
 
-def load_plugins() -> None:
+def load_plugins() -> bool:
     """Load the installed plugins, once per process. Happens by itself at first need.
 
     A plugin that fails is quarantined: what it registered is taken back, one warning says why, and the others load.
+
+    Returns:
+        Whether they are loaded; False while they are being loaded, or while a program is importing one of them.
 
     Raises:
         PluginError: A plugin failed, and strict mode is on (IRFRAMEWORK_STRICT=1).
     """
     global _loaded, _loading
     if _loaded:
-        return
+        return True
     with _lock:
         if _loaded or _loading:  # the second: a plugin uses irframework while it is being loaded
-            return
+            return _loaded
+        entries = discover()
+        if any(_being_imported(entry) for entry in entries):  # it has no hooks yet: wait for the next need
+            return False
         _loading = True
         try:
             import irframework.ops  # noqa: F401 - the standard ops are nobody's plugin
 
             with _outside_torch_modes():
-                _load_all()
+                _load_all(entries)
             _loaded = True
+        except BaseException:  # strict mode, or a keyboard interrupt: the next need starts from nothing
+            _take_back_all()
+            raise
         finally:
             _loading = False
             registry.changed()
+    return True
+
+
+def _being_imported(entry: Any) -> bool:
+    """Whether a program imports the plugin's module right now, and the module uses irframework meanwhile."""
+    return bool(getattr(getattr(sys.modules.get(entry.module), "__spec__", None), "_initializing", False))
+
+
+def _take_back_all() -> None:
+    for plugin in _plugins:
+        _take_back(plugin)
+    _plugins.clear()
+
+
+def _take_back(plugin: _Plugin) -> None:
+    plugin.transaction.roll_back()
+    if plugin.module is not None and manager().get_plugin(plugin.name) is plugin.module:
+        manager().unregister(name=plugin.name)
 
 
 @contextlib.contextmanager
@@ -157,16 +198,14 @@ def _outside_torch_modes() -> Iterator[None]:
         yield
 
 
-def _load_all() -> None:
-    found = [_found(entry) for entry in discover()]
+def _load_all(entries: list[Any]) -> None:
+    found = [_found(entry) for entry in entries]
     _plugins[:] = found
+    _apply_lists(found)
     seen: dict[str, _Plugin] = {}
     for plugin in found:
-        if plugin.name in seen:
+        if plugin.status == "found" and seen.setdefault(plugin.name, plugin) is not plugin:
             _quarantine(plugin, f"duplicate: {seen[plugin.name].described} has the same name", None)
-        else:
-            seen[plugin.name] = plugin
-    _apply_lists(found)
     for step in (_import, _register_platforms, _register_ops, _register_impls, _check_defaults):
         for plugin in found:
             if plugin.status == "found":
@@ -179,9 +218,16 @@ def _load_all() -> None:
 def _found(entry: Any) -> _Plugin:
     dist = entry.dist
     location = str(getattr(dist, "_path", "")) if dist is not None else ""
-    plugin = _Plugin(entry, dist.name if dist is not None else "?", dist.version if dist is not None else "?", location)
+    plugin = _Plugin(entry, _stated(dist, "name"), _stated(dist, "version"), location)
     plugin.transaction = Transaction(plugin.name)
     return plugin
+
+
+def _stated(dist: Any, what: str) -> str:
+    try:
+        return str(getattr(dist, what, None) or "?")
+    except Exception:  # no METADATA file, or one that cannot be read
+        return "?"
 
 
 def _apply_lists(found: list[_Plugin]) -> None:
@@ -233,9 +279,7 @@ def _cause(error: BaseException) -> str:
 
 def _quarantine(plugin: _Plugin, reason: str, error: BaseException | None) -> None:
     plugin.status, plugin.reason = "quarantined", reason
-    plugin.transaction.roll_back()
-    if plugin.module is not None and manager().is_registered(plugin.module):
-        manager().unregister(plugin.module)
+    _take_back(plugin)
     trace = "".join(traceback.format_exception(error)) if error is not None else ""
     if effective("strict"):
         raise PluginError(f"{plugin.described} failed: {reason}. IRFRAMEWORK_STRICT is on.") from error
@@ -262,8 +306,9 @@ def _import(plugin: _Plugin) -> None:
             f"it is written for version {version} of the plugin API, this irframework speaks version {API_VERSION}; "
             f"install a version of {plugin.dist} that fits"
         )
+    plugin.module = module  # first: a registration that fails half-way is taken back too
     manager().register(module, name=plugin.name)
-    plugin.module = module
+    manager().check_pending()  # a hook that does not exist would never be called
 
 
 def _call(plugin: _Plugin, hook: str, **arguments: Any) -> Any:

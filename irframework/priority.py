@@ -7,9 +7,10 @@ ask the providers: see `dispatch.py`.
 
 import contextlib
 import hashlib
+import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Overrides:
 
 
 _context: ContextVar[Overrides | None] = ContextVar("irframework_priority", default=None)
+_outer: ContextVar[tuple[Overrides | None, ...]] = ContextVar("irframework_outer_priorities", default=())
 _option: ContextVar[Overrides | None] = ContextVar("irframework_compile_option", default=None)
 _interned: dict[frozenset[tuple[str, tuple[str, ...]]], Overrides] = {}
 
@@ -60,7 +62,8 @@ def parse_providers(value: Providers, op: str) -> tuple[str, ...]:
     Raises:
         PrioritySyntaxError: It is empty, names a provider twice, or is not made of names.
     """
-    names = value.split(",") if isinstance(value, str) else list(value)
+    names = value.split(",") if isinstance(value, str) else value
+    names = list(names) if isinstance(names, Iterable) and not isinstance(names, Mapping) else [None]
     if not all(isinstance(name, str) for name in names):
         raise PrioritySyntaxError(f"Priority of op {op!r}: expected provider names, got {value!r}.")
     providers = tuple(name.strip() for name in names)
@@ -88,6 +91,8 @@ def parse_priorities(value: str | Mapping[str, Providers], where: str) -> dict[s
     """
     if isinstance(value, Mapping):
         return {op: parse_providers(providers, op) for op, providers in value.items()}
+    if not isinstance(value, str):
+        raise PrioritySyntaxError(f"{where}: expected a mapping or a string op=provider,provider, got {value!r:.60}.")
     result: dict[str, tuple[str, ...]] = {}
     for part in filter(None, (piece.strip() for piece in value.split(";"))):
         op, equals, providers = part.partition("=")
@@ -121,17 +126,25 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
     def __init__(self, lists: str | Mapping[str, Providers] | None = None, /, **by_op: Providers) -> None:
         parsed = parse_priorities(lists, "ir.priority") if lists is not None else {}
         self.lists = {**parsed, **parse_priorities(by_op, "ir.priority")}
-        self._tokens: list[Token[Overrides | None]] = []
 
-    def _recreate_cm(self) -> "priority":  # each decorated call gets its own tokens
-        return priority(self.lists)
+    def __call__(self, func: Any) -> Any:
+        if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise PrioritySyntaxError(
+                f"ir.priority cannot decorate {func.__qualname__}: its body runs after the call, when the priorities are "
+                "no longer in force. Use `with ir.priority(...)` inside it."
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         check_named(self.lists, "context")
-        self._tokens.append(_context.set(_merged(self.lists, _context.get())))
+        outer = _context.get()
+        _outer.set((*_outer.get(), outer))
+        _context.set(_merged(self.lists, outer))
 
     def __exit__(self, *_: object) -> None:
-        _context.reset(self._tokens.pop())
+        *outer, last = _outer.get()
+        _outer.set(tuple(outer))
+        _context.set(last)
 
 
 def _merged(inner: Mapping[str, tuple[str, ...]], outer: Overrides | None) -> Overrides:
@@ -242,8 +255,13 @@ def entries_for(op: "IrOp", device: str | None = None, mode: str = "eager") -> t
     option = _option.get() if mode == "inductor" else None
     key = (op.name, device, mode, _context.get(), option)
     found = _memo.get(key)
-    if found is None:
-        found = _memo[key] = tuple(_merge(op, device, mode))
+    while found is None:
+        generation = registry.generation
+        found = tuple(_merge(op, device, mode))
+        if generation == registry.generation:
+            _memo[key] = found
+        elif any(entry.provider not in op.registered for entry in found):
+            found = None  # a plugin was quarantined meanwhile; each can be so only once
     return found
 
 

@@ -6,6 +6,7 @@ not know what an op or an implementation is.
 
 import importlib
 import sys
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,15 @@ class Registry:
 registry = Registry()
 
 
+def _reset_in_child() -> None:
+    """After a fork: another thread may have held the lock."""
+    registry.lock = threading.RLock()
+    registry.transaction = None
+
+
+os.register_at_fork(after_in_child=_reset_in_child)
+
+
 def find_op(name: str) -> "IrOp":
     """Return the op with a name, loading the standard ops and the plugins if need be.
 
@@ -105,7 +115,7 @@ def all_ops() -> dict[str, "IrOp"]:
     return dict(sorted(registry.ops.items()))
 
 
-def load_plugins() -> None:
-    """Load the plugins if they were not loaded yet; cheap afterwards."""
+def load_plugins() -> bool:
+    """Load the plugins if they were not loaded yet, and return whether they are; cheap afterwards."""
     plugins = sys.modules.get("irframework.plugins") or importlib.import_module("irframework.plugins")
-    plugins.load_plugins()
+    return bool(plugins.load_plugins())
