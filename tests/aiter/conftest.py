@@ -1,6 +1,6 @@
 """Owns which of these tests run in which process: those that call AITER need a stand-in for it on the path.
 
-`test_own_process.py` runs them. By hand: `PYTHONPATH=tests/aiter/stand_in pytest tests/aiter`.
+`test_aiter_process.py` runs them. By hand: `PYTHONPATH=tests/aiter/stand_in pytest tests/aiter`.
 """
 
 import importlib.util
@@ -13,6 +13,6 @@ WITH_STAND_IN = _spec is not None and str(_spec.origin).startswith(str(HERE))
 if importlib.util.find_spec("irframework_aiter_rocm") is None:
     collect_ignore_glob = ["test_*.py"]
 elif WITH_STAND_IN:
-    collect_ignore_glob = ["test_own_process.py", "test_registration.py"]
+    collect_ignore_glob = ["test_aiter_process.py", "test_aiter_registration.py"]
 else:
-    collect_ignore_glob = ["test_contract.py"]
+    collect_ignore_glob = ["test_aiter_contract.py"]

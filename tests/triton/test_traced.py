@@ -1,5 +1,7 @@
 """What a compiler sees of the kernels: launches, and not black boxes."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -99,3 +101,41 @@ def test_the_torch_ops_have_fake_results_of_the_right_shape_and_dtype(kernels, t
         y = ops.rms_norm(x, tracer.fixed(4096), 1e-6, None)
         assert (y.shape, y.dtype, y.is_contiguous()) == (x.shape, x.dtype, True)
         assert ops.gated(x, "silu").shape == (x.shape[0], 2048)
+
+
+# In a process of its own, which may believe in a device for good.
+LOWERED = """
+import torch, triton
+from types import SimpleNamespace
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+
+triton.runtime.driver._active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+torch.version.cuda = "13.0"
+import irframework as ir
+
+ir.load_plugins()
+
+def layer(x, residual, weight):
+    y, residual = torch.ops.irframework.fused_add_rms_norm(x, residual, weight, 1e-6)
+    return torch.ops.irframework.rms_norm(y, weight, 1e-6), residual
+
+with FakeTensorMode():
+    shapes = (8, 64), (8, 64), (64,)
+    x, residual, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
+    module = make_fx(layer)(x, residual, weight)
+    with ir.priority(fused_add_rms_norm="triton", rms_norm="triton"):
+        module = ir.compiler.lower(module, [x, residual, weight])
+for node in module.graph.nodes:
+    if node.op == "call_function":
+        print(getattr(node.target, "__name__", node.target))
+"""
+
+
+def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies():
+    done = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    calls = [name for name in done.stdout.split() if name != "getitem"]
+    launch, empty = "triton_kernel_wrapper_functional", "empty.memory_format"
+    assert calls == [empty, empty, launch, empty, launch]

@@ -14,7 +14,7 @@ from irframework_aiter_rocm.library import aiter_function
 
 NAMESPACE = "irframework_aiter_rocm"
 _GATED = {"silu": "silu_and_mul", "none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 NAMESPACE = "irframework_xpu_sycl"
 _GATED = {"silu": "silu_and_mul", "none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
-_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 def test_the_contract_tests_pass_in_their_own_process():
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_contract.py")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "test_aiter_contract.py")],
         cwd=HERE.parents[1],
         env={**os.environ, "PYTHONPATH": str(HERE / "stand_in")},
         capture_output=True,
