@@ -138,6 +138,11 @@ def _name(node: Node) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
+def _label(node: Node) -> str:
+    """What the user calls a value: an input by its source, e.g. `x` or `self.scale`; other values by their node."""
+    return guards.describe_input(node) if node.op == "placeholder" else node.name
+
+
 def _may_write(node: Node) -> bool:
     """Could the node overwrite what it is given? (Only a hint, to be on the safe side.)"""
     if node.op == "call_module":
@@ -185,9 +190,9 @@ class _Uses:
             if all(storage_of(t) != storage or disjoint(t, value) for t in _tensors(_value(use.through))):
                 continue
             verb = "returned" if use.node.op == "output" else f"used by {_name(use.node)!r} (node {use.node.name})"
-            through = "" if use.through is donated else f" through {use.through.name!r}, which shares its memory,"
+            through = "" if use.through is donated else f" through {_label(use.through)!r}, which shares its memory,"
             raise DonationError(
-                f"{donated.name!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
+                f"{_label(donated)!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
                 f"{verb}{through} afterwards. A donated tensor may have been overwritten: use the op's result, or "
                 f"call {op.name} itself instead of its maybe_inplace.\n"
                 f"  donated at: {source_line(call) or 'unknown'}\n"

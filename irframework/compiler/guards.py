@@ -11,6 +11,7 @@ share one storage.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -96,6 +97,18 @@ def _unchanged_choices() -> Callable[[object], bool]:
 def has_source(placeholder: Node) -> bool:
     """Whether Dynamo can look at this input again at the next call."""
     return getattr(placeholder, "_dynamo_source", None) is not None and TracingContext.try_get() is not None
+
+
+def describe_input(placeholder: Node) -> str:
+    """What the user calls a graph input; the placeholder's name if Dynamo does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return placeholder.name
+    from irframework.compiler import hooks
+
+    name = hooks.name_of(source)
+    local = re.fullmatch(r"L\['(\w+)'\](.*)", name)
+    return local[1] + local[2] if local else name
 
 
 def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:

@@ -63,7 +63,9 @@ def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any
                 results = [copies[output] for output in inner.args[0]]
                 continue
             if inner.op == "get_attr":
-                copies[inner] = new = graph.get_attr(_share_attribute(graph, template, inner.target))
+                copies[inner] = new = graph.create_node(
+                    "get_attr", _share_attribute(graph, template, str(inner.target))
+                )
             else:
                 args = map_arg(inner.args, lambda n: copies[n])
                 kwargs = map_arg(inner.kwargs, lambda n: copies[n])

@@ -10,8 +10,8 @@ Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,13 +93,29 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(inductor_config.patch(enable_auto_functionalized_v2=False))
+        stack.enter_context(_constants_allowed(mode))
         module = make_fx(
             functional,
             decomposition_table=select_decomp_table(),
             tracing_mode="symbolic" if mode.shape_env is not None else "fake",
             _allow_non_fake_inputs=True,
         )(*(arguments[index] for index in dynamic))
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = getattr(module, str(node.target))
+            if isinstance(value, torch.Tensor) and "val" not in node.meta:
+                node.meta["val"] = mode.from_tensor(value, static_shapes=True)
     return Trace(module, dynamic, tuple(written), is_tuple)
+
+
+@contextmanager
+def _constants_allowed(mode: FakeTensorMode) -> Iterator[None]:
+    """Let the function use real tensors that it closes over; they become attributes of the graph."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 _sync: Callable[[torch.Tensor], None] = torch._sync  # type: ignore[attr-defined]

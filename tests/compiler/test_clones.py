@@ -1,0 +1,177 @@
+"""Copies: how many are made, which go away, and what keeps the others."""
+
+import pytest
+import torch
+from compiler_support import report, run, tensors
+
+ARGUMENTS = ((4, 8), (4, 8), (8,))
+
+
+def copies_left():
+    return report().clones_inserted - report().clones_removed
+
+
+def test_fresh_activations_need_no_copy(add):
+    with add.priority("inp"):
+        run(lambda x, r, w: add.op(x.sin(), r.cos(), w), *tensors(*ARGUMENTS))
+    assert report().clones_inserted == 2
+    assert copies_left() == 0
+
+
+def test_each_input_that_is_not_donated_costs_one_copy(add):
+    with add.priority("inp"):
+        run(lambda x, r, w: add.op(x, r, w), *tensors(*ARGUMENTS))
+    assert copies_left() == 2
+    assert {kept.reason.split(" ", 1)[1] for kept in report().kept_copies} == {"belongs to the caller"}
+
+
+@pytest.mark.parametrize("layers", [2, 32])
+def test_a_residual_stack_copies_nothing(add, layers):
+    def f(x, r, w):
+        for _ in range(layers):
+            x, r = add.op.maybe_inplace(x.tanh(), r, w)
+        return x, r
+
+    x, r, w = tensors(*ARGUMENTS)
+    with add.priority("native"):
+        want = run(f, x.clone(), r.clone(), w)
+    with add.priority("inp"):
+        got = run(f, x.clone(), r2 := r.clone(), w)
+    torch.testing.assert_close(got, want)
+    assert report().clones_inserted == 2 * layers
+    assert copies_left() == 0
+    assert got[1].data_ptr() == r2.data_ptr()
+    assert "clone" not in list(report().graphs.values())[-1]
+
+
+def test_without_donation_the_first_layer_alone_copies_the_residual(add):
+    def f(x, r, w):
+        for _ in range(3):
+            x, r = add.op(x.tanh(), r, w)
+        return x, r
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
+    assert copies_left() == 1
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        (lambda op, h, r, w: (*op(h, r, w), h), "returned"),
+        (lambda op, h, r, w: (*op(h, r, w), h.exp()), "read later by exp"),
+        (lambda op, h, r, w: (lambda v: (*op(h, r, w), v.exp()))(h.view(-1)), "through view"),
+        (lambda op, h, r, w: (*op(h.view(2, 16), r.view(2, 16), torch.cat((w, w))), h), "returned"),
+        (lambda op, h, r, w: (*op(h, h, w), h), "returned"),
+        (lambda op, h, r, w: (lambda t: (*op(t, r, w), h.exp()))(h.t().t()), "read later"),
+        (lambda op, h, r, w: (lambda a, b: (*op(a, r[:, :4], w[:4]), h.exp()))(*h.split(4, -1)), ""),
+    ],
+    ids=["returned", "read", "read through a view", "view given", "twice", "transposes", "split"],
+)
+def test_a_copy_with_a_later_reader_stays(add, keep, reason):
+    def f(x, r, w):
+        return keep(add.op, x * 2, r * 2, w)
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("native"):
+        want = run(f, *arguments)
+    with add.priority("inp"):
+        got = run(f, *arguments)
+    torch.testing.assert_close(got, want)
+    if reason:
+        assert copies_left() >= 1
+        assert any(reason in kept.reason for kept in report().kept_copies)
+
+
+def test_a_reader_before_the_kernel_does_not_keep_the_copy(add):
+    def f(x, r, w):
+        h = x * 2
+        e = h.exp()
+        y, r2 = add.op(h, r * 2, w)
+        return y + e, r2
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
+    assert copies_left() == 0
+
+
+def test_the_unused_part_of_a_split_does_not_keep_the_copy(add):
+    def f(x, r, w):
+        a, b = (x * 2).split(2, 0)
+        y, r2 = add.op(a, r[:2] * 2, w)
+        return y, r2, b.exp()
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("native"):
+        want = run(f, *arguments)
+    with add.priority("inp"):
+        got = run(f, *arguments)
+    torch.testing.assert_close(got, want)
+    assert copies_left() == 0
+
+
+def test_users_copies_are_left_alone(add):
+    def f(x, r, w):
+        snapshot = x.clone()
+        return (snapshot, *add.op.maybe_inplace(x, r, w))
+
+    x, r, w = tensors(*ARGUMENTS)
+    before = x.clone()
+    with add.priority("inp"):
+        snapshot, *_ = run(f, x, r, w)
+    torch.testing.assert_close(snapshot, before)
+    assert snapshot.data_ptr() != x.data_ptr()
+
+
+def test_a_kernel_that_fills_a_fresh_tensor_gets_no_copy(add):
+    library = add.library
+    library.define("fill_(Tensor(a!) out, Tensor x, Tensor r, Tensor w) -> ()")
+    library.impl("fill_", _fill, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::fill_", lambda out, x, r, w: None, lib=library)
+    fill = getattr(torch.ops, library.ns).fill_
+
+    @add.op.register_impl("out")
+    def out_style(x, x_residual, weight):
+        y = torch.empty_like(x)
+        fill(y, x, x_residual, weight)
+        return y, x + x_residual
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("out"):
+        got = run(lambda *a: add.op(*a), *arguments)
+    torch.testing.assert_close(got, add.op.native(*arguments))
+    assert copies_left() == 0
+    assert "clone" not in list(report().graphs.values())[-1]
+
+
+def _fill(out, x, r, w):
+    torch.mul(x + r, w, out=out)
+
+
+def test_two_kernels_on_parts_of_one_tensor_are_right(add):
+    @add.op.register_impl("halves", inplace=True)
+    def halves(x, x_residual, weight):
+        for part in (slice(0, 2), slice(2, 4)):
+            add.kernel(x[part], x_residual[part], weight)
+        return x, x_residual
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("halves"):
+        got = run(lambda x, r, w: add.op(x * 2, r * 2, w), *arguments)
+    x, r, w = arguments
+    torch.testing.assert_close(got, add.op.native(x * 2, r * 2, w))
+
+
+def test_passes_switched_off_change_speed_only(add, monkeypatch):
+    from irframework.settings import settings
+
+    x, r, w = tensors(*ARGUMENTS)
+    want = add.op.native(x, r, w)
+    for disabled in ("remove_copies", "materialize", "lower_inplace", "lower_functional,lower_inplace"):
+        monkeypatch.setenv("IRFRAMEWORK_DISABLE_PASSES", disabled)
+        settings.cache_clear()
+        with add.priority("inp"):
+            got = run(lambda x, r, w: add.op.maybe_inplace(x, r, w), x.clone(), r.clone(), w)
+        torch.testing.assert_close(got, want)
+        torch._dynamo.reset()
+    settings.cache_clear()
