@@ -98,6 +98,20 @@ def test_sizes_and_strides_of_64_bits_compile():
     assert compiled(CASES[3], TARGETS["sm_90"], "bf16", number="i64")["cubin"]
 
 
+ONES = {
+    "rms_norm_kernel": ("hidden", "variance_size", "x_stride", "y_stride"),
+    "gated_kernel": ("length", "x_stride", "y_stride"),
+    "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
+}
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5], CASES[8], CASES[9]], ids=str)
+def test_sizes_and_strides_of_one_compile(case):
+    """Triton makes a number that is 1 a constant, which is another type in its language."""
+    constants = case.constants | dict.fromkeys(ONES[case.kernel], 1)
+    assert compiled(Case(case.kernel, case.warps, constants), TARGETS["sm_90"], "bf16")["cubin"]
+
+
 def test_the_norm_sums_in_float32():
     ptx = compiled(CASES[0], TARGETS["sm_90"], "bf16")["ptx"]
     assert "fma.rn.f32" in ptx
