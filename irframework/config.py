@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator, model_validator
 
 from irframework.errors import ConfigError, IrError
-from irframework.priority import check_named, parse_priorities, parse_providers
+from irframework.priority import check_named, env_priorities, parse_priorities, parse_providers
 from irframework.registry import registry
 from irframework.settings import layers
 
@@ -100,7 +100,8 @@ class KernelConfig(_Model):
             for name in ("fusion", "autotune", "strict", "batch_invariant")
             if given.get(f"ir_{name}") is not None
         }
-        config = cls(ir_op_priority=lists, **switches)
+        values: dict[str, Any] = {"ir_op_priority": lists} if lists else {}
+        config = cls(**values, **switches)
         config._from_cli = True
         return config
 
@@ -150,6 +151,11 @@ def configure(config: KernelConfig) -> None:
         raise
     except Exception as error:
         raise ConfigError(f"The platform {current_platform().name!r} refused the configuration: {error}") from error
+    if not isinstance(config, KernelConfig):
+        raise ConfigError(
+            f"check_and_update_config of platform {current_platform().name!r} must return an ir.KernelConfig, it "
+            f"returned {type(config).__name__}."
+        )
     if from_cli:
         layers.cli = config
     else:
@@ -158,13 +164,19 @@ def configure(config: KernelConfig) -> None:
 
 
 def current_config() -> KernelConfig:
-    """Return the configuration in force: `configure` above the command line above the environment."""
+    """Return the configuration in force: `configure` before the command line before the environment.
+
+    Of the environment's priorities, those of ops that exist are shown.
+    """
     from irframework.settings import effective
 
     lists: dict[str, list[str]] = {}
-    for layer in (layers.cli, layers.config):
-        if layer is not None:
-            lists.update(layer.ir_op_priority)
+    environment = {name: providers for name, providers in env_priorities().items() if name in registry.ops}
+    for layer in (layers.config, layers.cli):
+        for name, providers in layer.ir_op_priority.items() if layer is not None else ():
+            lists[name] = list(dict.fromkeys((*lists.get(name, ()), *providers)))
+    for name, more in environment.items():
+        lists[name] = list(dict.fromkeys((*lists.get(name, ()), *more)))
     autotune = any(layer is not None and layer.autotune for layer in (layers.config, layers.cli))
     return KernelConfig(
         ir_op_priority=lists,

@@ -12,6 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
 
@@ -43,63 +45,134 @@ def digest_of(impl: "IrOpImpl") -> str:
 
 
 def digest_function(fn: Callable[..., Any]) -> str:
-    """Digest of a function's code, defaults and closure; works for lambdas, `exec`, partials and callable objects.
+    """Digest of a function's code, defaults, closure and the globals it reads; works for any callable.
 
-    Functions it calls in its own module are followed too, so that a change in one of them is seen.
+    Functions, classes and objects that it uses are followed too, so that a change in one of them is seen; but not into
+    torch, numpy and the standard library, whose versions are part of every key.
     """
-    hasher = hashlib.sha256()
-    _feed(hasher, fn, set())
-    return hasher.hexdigest()[:16]
+    walk = _Walk()
+    walk.feed(fn)
+    return walk.hasher.hexdigest()[:16]
 
 
-def _feed(hasher: Any, value: Any, seen: set[int]) -> None:
-    if id(value) in seen:
-        return
-    if isinstance(value, partial):
-        seen.add(id(value))
-        for part in (value.func, *value.args, *sorted(value.keywords.items())):
-            _feed(hasher, part, seen)
-    elif isinstance(value, types.FunctionType):
-        seen.add(id(value))
-        _feed(hasher, value.__code__, seen)
-        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()):
-            _feed(hasher, default, seen)
-        for cell in value.__closure__ or ():
+_KNOWN_BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_MAX_TENSOR = 1 << 16
+
+
+def _followed(thing: Any, module: str | None = None) -> bool:
+    top = (module or getattr(thing, "__module__", None) or "").partition(".")[0]
+    return top not in _KNOWN_BY_VERSION
+
+
+class _Walk:
+    """Feeds everything that can be reached from a function to a hash, each thing once and in a fixed order."""
+
+    def __init__(self) -> None:
+        self.hasher = hashlib.sha256()
+        self.seen: dict[int, Any] = {}  # keeps what it saw alive, so that no number is used again
+
+    def say(self, *parts: object) -> None:
+        for part in parts:
+            self.hasher.update(repr(part).encode() + b"\0")
+
+    def feed(self, value: Any) -> None:
+        if isinstance(value, _PLAIN):
+            return self.say(value)
+        if id(value) in self.seen:
+            return self.say("again")
+        self.seen[id(value)] = value
+        if isinstance(value, (tuple, list)):
+            self.say("sequence", len(value))
+            for item in value:
+                self.feed(item)
+        elif isinstance(value, (set, frozenset)):  # their order differs between processes
+            self.say("set", *sorted(map(repr, value)))
+        elif isinstance(value, dict):
+            self.say("mapping", len(value))
+            for key in sorted(value, key=repr):
+                self.say(key)
+                self.feed(value[key])
+        elif isinstance(value, types.CodeType):
+            self.say(value.co_code, value.co_names, value.co_varnames, value.co_freevars)
+            self.feed(value.co_consts)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.MethodType):
+            self.feed((value.__func__, value.__self__))
+        elif isinstance(value, partial):
+            self.feed((value.func, value.args, value.keywords))
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, type):
+            self._class(value)
+        else:
+            self._object(value)
+
+    def _function(self, fn: types.FunctionType) -> None:
+        self.say("function", fn.__qualname__.rpartition(".")[2])
+        self.feed((fn.__code__, fn.__defaults__, fn.__kwdefaults__))
+        for cell in fn.__closure__ or ():
             try:
-                _feed(hasher, cell.cell_contents, seen)
+                self.feed(cell.cell_contents)
             except ValueError:
-                hasher.update(b"empty cell")
-        for name in value.__code__.co_names:
-            used = value.__globals__.get(name)
-            if isinstance(used, types.FunctionType) and used.__module__ == value.__module__:
-                _feed(hasher, used, seen)
-            elif isinstance(used, (bool, int, float, str, bytes)):
-                hasher.update(f"{name}={used!r}".encode())
-    elif isinstance(value, types.CodeType):
-        hasher.update(value.co_code)
-        hasher.update(repr((value.co_names, value.co_varnames, value.co_freevars)).encode())
-        for constant in value.co_consts:
-            _feed(hasher, constant, seen)
-    elif isinstance(value, types.MethodType):
-        _feed(hasher, value.__func__, seen)
-        _feed(hasher, value.__self__, seen)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _feed(hasher, item, seen)
-    elif isinstance(value, (bool, int, float, complex, str, bytes, frozenset, type(None))):
-        hasher.update(repr(value).encode())
-    elif type(value).__module__.partition(".")[0] == "irframework":
-        hasher.update(str(getattr(value, "name", type(value).__qualname__)).encode())
-    elif isinstance(getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004 - its code is wanted
-        seen.add(id(value))
-        hasher.update(type(value).__qualname__.encode())
-        _feed(hasher, type(value).__call__, seen)
-        for item in sorted(getattr(value, "__dict__", {}).items()):
-            _feed(hasher, item, seen)
-    else:
-        hasher.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-        own_name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-        hasher.update(str(own_name).encode())
+                self.say("empty cell")
+        names = _names(fn.__code__)
+        for name in names:
+            used = fn.__globals__.get(name)
+            if isinstance(used, types.ModuleType):
+                if _followed(used, used.__name__):
+                    self.feed([getattr(used, attribute, None) for attribute in names])
+            elif used is not None:
+                own_module = getattr(used, "__module__", None) == fn.__module__
+                if own_module or _followed(used) or isinstance(used, (*_PLAIN, tuple, list, dict, set, frozenset)):
+                    self.say(name)
+                    self.feed(used)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self.say("tensor", tensor.dtype, tuple(tensor.shape))
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+            if tensor.numel() <= _MAX_TENSOR:
+                self.say(tensor.tolist())
+
+    def _class(self, cls: type) -> None:
+        self.say("class", cls.__module__, cls.__qualname__)
+        if _followed(cls):
+            for name, member in sorted(vars(cls).items()):
+                if isinstance(member, (types.FunctionType, *_PLAIN, tuple)) and not name.startswith("__module"):
+                    self.say(name)
+                    self.feed(member)
+
+    def _object(self, value: Any) -> None:
+        cls = type(value)
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or getattr(value, "name", None)
+        self.say("object", cls.__module__, cls.__qualname__, name if isinstance(name, str) else None)
+        if cls.__module__.partition(".")[0] == "irframework":
+            return  # an op or an implementation: digested on its own
+        if _followed(cls):
+            self.feed(cls)
+            self.feed(getattr(value, "__dict__", None))
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The names that a function and the functions inside it read from outside."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names(constant)
+    return list(dict.fromkeys(names))
 
 
 @cache

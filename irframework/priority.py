@@ -63,7 +63,9 @@ def parse_providers(value: Providers, op: str) -> tuple[str, ...]:
         PrioritySyntaxError: It is empty, names a provider twice, or is not made of names.
     """
     names = value.split(",") if isinstance(value, str) else value
-    names = list(names) if isinstance(names, Iterable) and not isinstance(names, Mapping) else [None]
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        raise PrioritySyntaxError(f"Priority of op {op!r}: expected provider names, got {value!r:.60}.")
+    names = list(names)
     if not all(isinstance(name, str) for name in names):
         raise PrioritySyntaxError(f"Priority of op {op!r}: expected provider names, got {value!r}.")
     providers = tuple(name.strip() for name in names)
@@ -130,8 +132,8 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
     def __call__(self, func: Any) -> Any:
         if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise PrioritySyntaxError(
-                f"ir.priority cannot decorate {func.__qualname__}: its body runs after the call, when the priorities are "
-                "no longer in force. Use `with ir.priority(...)` inside it."
+                f"ir.priority cannot decorate {func.__qualname__}: its body runs after the call, when the "
+                "priorities are no longer in force. Use `with ir.priority(...)` inside it."
             )
         return super().__call__(func)
 

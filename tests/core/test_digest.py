@@ -128,7 +128,7 @@ def test_digests_are_equal_in_every_process():
         NAMES = frozenset({"a", "b", "c", "d", "e"})
         def f(x):
             return x in {"p", "q", "r", "s"} or x in NAMES
-        from irframework.op import all_ops
+        from irframework.registry import all_ops
         print(digest_function(f), *(i.digest() for o in all_ops().values() for i in o.impls.values()))
     """
     first, second = (run_fresh_python(code, PYTHONHASHSEED=seed).stdout for seed in ("1", "2"))
