@@ -124,21 +124,17 @@ def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
 def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> Any:
     """Run one implementation and hold it to what the op promises."""
     op = impl.op
-    given: tuple[str, ...] = ()
     if impl.inplace:
         values = dict(zip(op.signature.parameters, args, strict=True))
         for name in op.activations:
             value = values[name]
             if not isinstance(value, Tensor):
                 continue
-            if donated and _may_be_overwritten(op, name, values):
-                given += (name,)
-            else:
+            if not (donated and _may_be_overwritten(op, name, values)):
                 values[name] = value.detach().clone(memory_format=torch.contiguous_format)
         args = tuple(values.values())
-    outputs = own_outputs(
-        op, impl.apply(args), args, impl, given if donated else op.activations if impl.inplace else ()
-    )
+    # What was not given away was copied: either way the outputs may take over the activations' memory.
+    outputs = own_outputs(op, impl.apply(args), args, impl, op.activations if impl.inplace else ())
     if not impl.proven:
         impl.proven = True
         op.reset_dispatch()
