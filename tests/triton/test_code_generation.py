@@ -1,5 +1,6 @@
 """Every kernel becomes machine code for NVIDIA and AMD devices, with no device in this machine."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -54,7 +55,7 @@ CASES = [
 ]
 
 
-def compiled(case: Case, target: tuple, element: str, number: str = "i32"):
+def compiled(case: Case, target: tuple, element: str, number: str = "i32", aligned: bool = False):
     from irframework_triton_kernels import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,6 +67,12 @@ def compiled(case: Case, target: tuple, element: str, number: str = "i32"):
         kernel,
         {name: types[name] for name in kernel.arg_names},
         constexprs={(kernel.arg_names.index(name),): value for name, value in case.constants.items()},
+        # What Triton finds out about real arguments: multiples of 16.
+        attrs={
+            (position,): [["tt.divisibility", 16]]
+            for position, name in enumerate(kernel.arg_names)
+            if aligned and types[name] in ("i32", "*bf16") and name not in ("rows", "positions_count")
+        },
     )
     return triton.compile(source, target=GPUTarget(*target), options={"num_warps": case.warps}).asm
 
@@ -110,6 +117,13 @@ def test_sizes_and_strides_of_one_compile(case):
     """Triton makes a number that is 1 a constant, which is another type in its language."""
     constants = case.constants | dict.fromkeys(ONES[case.kernel], 1)
     assert compiled(Case(case.kernel, case.warps, constants), TARGETS["sm_90"], "bf16")["cubin"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)
+def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
+    ptx = compiled(case, TARGETS["sm_90"], "bf16", aligned=True)["ptx"]
+    accesses = set(re.findall(r"\b(?:ld|st)\.global[\w.]*", ptx)) - {"ld.global.b64"}  # a position
+    assert accesses == {"ld.global.v4.b32", "st.global.v4.b32"}
 
 
 def test_the_norm_sums_in_float32():
