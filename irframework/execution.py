@@ -86,17 +86,24 @@ def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
         return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
     check_arguments(op, args)
-    if torch.autograd.forward_ad._current_level >= 0:  # a torch op without a forward derivative drops it silently
+    if _transformed():
         return own_outputs(op, op.registered["native"].apply(args), args)
     if _must_be_seen(args):
         return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
     return run(op, args, donated)
 
 
+def _transformed() -> bool:
+    """Whether a torch.func transform or forward-mode differentiation is active: only native's own torch ops know those.
+
+    A torch op with a registered backward refuses torch.func, and drops a forward-mode derivative without a word.
+    """
+    forward: int = torch.autograd.forward_ad._current_level
+    return forward >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _must_be_seen(args: tuple[Any, ...]) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if torch.overrides._get_current_function_mode_stack():
+    if torch._C._len_torch_dispatch_stack() or torch.overrides._get_current_function_mode_stack():
         return True
     grad = torch.is_grad_enabled()
     for value in args:

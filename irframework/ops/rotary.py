@@ -26,7 +26,7 @@ def rotary_embedding(
     Elements behind `rotary_dim` are unchanged. Computed in float32 (float64 for float64 heads) and rounded once.
 
     Args:
-        positions: Positions of the tokens, `[...]` (usually `[tokens]` or `[batch, tokens]`), integer.
+        positions: Positions of the tokens, `[...]` (usually `[tokens]` or `[batch, tokens]`), int32 or int64.
         query: `[..., heads * head_size]` or `[..., heads, head_size]`, with the leading dimensions of positions.
         key: Like query, with its own number of heads; or None.
         cos_sin_cache: `[max_positions, rotary_dim]`: cosines in the first half of a row, sines in the second.
@@ -41,14 +41,14 @@ def rotary_embedding(
 
     Source: Su et al., "RoFormer" (2021).
     """
-    if positions.is_floating_point():
+    if positions.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
-            f"Op 'rotary_embedding': argument 'positions' must have an integer dtype, it has {positions.dtype}."
+            f"Op 'rotary_embedding': argument 'positions' must have dtype int32 or int64, it has {positions.dtype}."
         )
     check_floating("rotary_embedding", "query", query)
     check_floating("rotary_embedding", "cos_sin_cache", cos_sin_cache)
-    rotary_dim = cos_sin_cache.shape[-1]
-    if cos_sin_cache.dim() != 2 or rotary_dim % 2 or rotary_dim > head_size:
+    rotary_dim = cos_sin_cache.shape[-1] if cos_sin_cache.dim() == 2 else None
+    if rotary_dim is None or rotary_dim % 2 or rotary_dim > head_size:
         raise ArgumentError(
             f"Op 'rotary_embedding': argument 'cos_sin_cache' must have shape [max_positions, rotary_dim] with an even "
             f"rotary_dim of at most head_size={head_size}, it has {tuple(cos_sin_cache.shape)}."

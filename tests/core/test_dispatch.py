@@ -563,6 +563,7 @@ def test_vmap_of_a_kernel_that_reads_memory_is_right(declare, request, times):
     x = torch.arange(6.0).view(3, 2)
     for _ in range(times):
         assert torch.equal(torch.vmap(op)(x), x * 2)
+        op(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own rules use it
