@@ -70,7 +70,7 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Whether a text is what was expected; blanks at line ends do not count.
+    """Whether a text is what was expected. How many blanks stand together does not count: tables fit their content.
 
     Args:
         expected: `...` in a line stands for anything, over lines too; a line `...` for any number of lines or none.
@@ -84,4 +84,4 @@ def matches(expected: str, printed: str) -> bool:
 
 
 def _trimmed(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [" ".join(line.split()) for line in text.strip().splitlines()]

@@ -26,3 +26,10 @@ def irframework_passes(stage: str):
     from irframework_standin.passes import CountOps
 
     return [CountOps()] if stage == "before_lowering" else None
+
+
+@ir.hookimpl
+def irframework_compiler(platform: ir.Platform):
+    from irframework_standin.compiler import compile_graph
+
+    return compile_graph if platform.name == "standin" else None
