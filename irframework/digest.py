@@ -182,12 +182,9 @@ def digest_package(name: str) -> str:
     file = getattr(module, "__file__", None)
     if not file:
         return ""
-    root = Path(file)
-    paths = (
-        sorted(p for p in root.parent.rglob("*") if p.suffix in _CODE_SUFFIXES)
-        if hasattr(module, "__path__")
-        else [root]
-    )
+    # An editable install keeps its sources and its binaries in different directories, all of them in __path__.
+    places = [Path(place) for place in getattr(module, "__path__", ())]
+    paths = sorted(p for place in places for p in place.rglob("*") if p.suffix in _CODE_SUFFIXES) or [Path(file)]
     hasher = hashlib.sha256()
     for path in paths:
         hasher.update(path.name.encode())

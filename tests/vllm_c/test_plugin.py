@@ -1,6 +1,7 @@
 """The plugin inside irframework: what it registers, when it is chosen, and that its answers are the ops' own."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from irframework_vllm_c import implementations, library
 from torch import Tensor
 
 import irframework as ir
+from irframework.digest import digest_package
 
 OPS = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"]
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
@@ -109,3 +111,11 @@ def test_compiled_answers_are_eager_s() -> None:
             assert torch.equal(got, want)
     chosen = ir.last_report().selected_impls
     assert all(set(chosen[op].values()) == {"vllm_c"} for op in OPS)
+
+
+def test_the_digest_for_cache_keys_reads_the_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
+    digest_package.__wrapped__("irframework_vllm_c")
+    assert "_C_cpu.so" in read
