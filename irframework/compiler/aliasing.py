@@ -214,6 +214,6 @@ def disjoint(x: object, y: object) -> bool:
         return False
     if storage_of(x) is None or storage_of(x) != storage_of(y):
         return False
-    if any(isinstance(number, torch.SymInt) for t in (x, y) for number in (*t.shape, *t.stride(), t.storage_offset())):
+    if x._has_symbolic_sizes_strides or y._has_symbolic_sizes_strides:
         return False  # the proof would add guards
     return not torch._C._dynamo.guards.compute_overlapping_tensors([x, y], symbolic=False)

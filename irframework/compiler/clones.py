@@ -8,7 +8,8 @@ needless if
 * s has the copy's sizes and strides, and is made only of memory that the graph allocated (or that was donated);
 * nothing that may share memory with s is written after c;
 * nothing that may share memory with s is read at w or later, being returned included; values that are proved to
-  share no element with s do not count.
+  share no element with s do not count;
+* what reads before w is certainly done by then, since a compiler may postpone a computation to where it is needed.
 If there is no w, the last rule is replaced by: not both c and s are returned, and s is no input if c is returned.
 """
 
@@ -23,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import Access, Aliasing, disjoint
+from irframework.compiler.aliasing import Access, Aliasing, disjoint, effects_of
 from irframework.compiler.tracing import contiguous_strides, fake_like
 from irframework.torch_ops import define_donate
 
@@ -34,7 +35,10 @@ COPY = "irframework_copy"
 KERNEL = "irframework_kernel"
 GRANTED = "irframework_granted"
 
-_CLONE = torch.ops.aten.clone.default
+_MAX_READERS = 256
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_CLONE = _aten.clone.default
 _HOP = torch.ops.higher_order.auto_functionalized
 
 
@@ -238,7 +242,43 @@ class _Remover:
             verb = "returned" if reader.node.op == "output" else f"read later by {reader.node.name}"
             through = "" if reader.through is source else f" through {reader.through.name}"
             return f"{source.name} is {verb}{through}"
+        for access in self._overlapping(aliasing.reads(source), source):
+            if access.node is not copy and access.position < first and not self._is_done_by(access.node, first):
+                return f"{source.name} is read by {access.node.name}, which may be computed only when it is needed"
         return None
+
+    def _is_done_by(self, reader: Node, when: int) -> bool:
+        """Whether an earlier reader has certainly read by then.
+
+        Inductor computes pointwise nodes where their values are needed, and registers an overwriting kernel before
+        the readers that it postponed. A reader is done if it is a call of its own (`_computes_now`), if such a call
+        takes its value in time, or if all its users are done.
+        """
+        position = self.aliasing.position
+        todo, seen = [reader], {reader}
+        while todo:
+            node = todo.pop()
+            if _computes_now(node) or self._is_taken_by(node, when):
+                continue
+            for user in node.users:
+                if position.get(user, when) >= when and not (position.get(user) == when and _computes_now(user)):
+                    return False
+                if user not in seen:
+                    seen.add(user)
+                    todo.append(user)
+            if len(seen) > _MAX_READERS:
+                return False
+        return True
+
+    def _is_taken_by(self, node: Node, when: int) -> bool:
+        """Whether a call that needs its arguments in memory takes the node, or a view of it, by then."""
+        position = self.aliasing.position
+        for user in node.users:
+            if position.get(user, when + 1) > when:
+                continue
+            if _computes_now(user) or (effects_of(user).views and self._is_taken_by(user, when)):
+                return True
+        return False
 
     def _reason_if_only_read(self, copy: Node, source: Node) -> str | None:
         if not self._returned(copy):
@@ -267,6 +307,14 @@ class _Remover:
     def _overlapping(self, accesses: Iterable[Access], source: Node) -> list[Access]:
         value = source.meta.get("val")
         return [access for access in accesses if not disjoint(access.through.meta.get("val"), value)]
+
+
+def _computes_now(node: Node) -> bool:
+    """Whether Inductor makes a kernel call of its own out of the node, whose arguments lie in memory."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace not in ("aten", "prims", "inductor") or target in _MATRIX_PRODUCTS
 
 
 def _same_layout(copy: Node, source: Node) -> bool:

@@ -83,7 +83,19 @@ def test_a_copy_with_a_later_reader_stays(add, keep, reason):
         assert any(reason in kept.reason for kept in report().kept_copies)
 
 
-def test_a_reader_before_the_kernel_does_not_keep_the_copy(add):
+def test_a_reader_that_is_done_before_the_kernel_does_not_keep_the_copy(add):
+    def f(x, r, w):
+        h = x * 2
+        e = h.exp() @ torch.ones(8, 8)
+        y, r2 = add.op(h, r * 2, w)
+        return y + e, r2
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
+    assert copies_left() == 0
+
+
+def test_a_reader_that_may_be_postponed_keeps_the_copy(add):
     def f(x, r, w):
         h = x * 2
         e = h.exp()
@@ -92,7 +104,23 @@ def test_a_reader_before_the_kernel_does_not_keep_the_copy(add):
 
     with add.priority("inp"):
         run(f, *tensors(*ARGUMENTS))
-    assert copies_left() == 0
+    assert copies_left() == 1
+    assert "computed only when it is needed" in report().kept_copies[0].reason
+
+
+def test_inductor_computes_an_earlier_view_of_a_donated_input_in_time(add):
+    def f(x, r, w):
+        half = x.chunk(2, 0)[1]
+        both = torch.cat((half, half))
+        y, r2 = add.op.maybe_inplace(x, r, w)
+        return both + y, r2
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("native"):
+        want = run(f, *(t.clone() for t in arguments))
+    with add.priority("inp"):
+        got = run(f, *arguments, backend="irframework", options={"fx_graph_cache": False})
+    torch.testing.assert_close(got, want)
 
 
 def test_the_unused_part_of_a_split_does_not_keep_the_copy(add):

@@ -1,0 +1,101 @@
+"""What the report of a compile says."""
+
+import subprocess
+import sys
+import textwrap
+
+import torch
+from compiler_support import report, run, tensors
+
+import irframework as ir
+from irframework.compiler.report import Report, graph_text
+
+ARGUMENTS = ((4, 8), (4, 8), (8,))
+
+
+def test_the_report_names_providers_by_node(add):
+    with add.priority("inp"):
+        run(lambda *a: add.op(*a), *tensors(*ARGUMENTS))
+    assert set(report().selected_impls) == {add.op.name}
+    assert list(report().selected_impls[add.op.name].values()) == ["inp"]
+
+
+def test_the_summary_is_one_line(add):
+    with add.priority("inp"):
+        run(lambda *a: add.op(*a), *tensors(*ARGUMENTS))
+    summary = report().summary()
+    assert f"{add.op.name} 1xinp" in summary
+    assert "\n" not in summary
+
+
+def test_graphs_show_the_stages(add):
+    with add.priority("inp"):
+        run(lambda *a: add.op(*a), *tensors(*ARGUMENTS))
+    stages = list(report().graphs)
+    assert stages == ["before lowering", "functional ops lowered", "lowered"]
+    assert f"irframework.{add.op.name}" in report().graphs["before lowering"]
+    assert "k_" in report().graphs["lowered"]
+
+
+def test_a_graph_is_shown_with_dtypes_shapes_and_strides():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8, dtype=torch.bfloat16)
+    graph.output((x,))
+    assert graph_text(graph).splitlines()[0] == "x: bf16[4, 8][8, 1] = input"
+
+
+def test_a_backend_that_runs_ops_as_they_are_leaves_no_report(add):
+    before = ir.last_report()
+    run(lambda *a: add.op(*a), *tensors(*ARGUMENTS), backend="aot_eager")
+    assert ir.last_report() is before
+
+
+def test_forward_and_backward_share_a_report(scale):
+    x = torch.ones(3, requires_grad=True)
+    from compiler_support import lowered
+
+    torch.compile(lambda x: scale(x).exp(), backend=lowered)(x).sum().backward()
+    assert list(report().selected_impls) == [scale.name]
+    assert ir.last_report() in ir.compiler.recent_reports()
+
+
+def test_a_report_can_be_written_as_json(add):
+    import json
+
+    with add.priority("inp"):
+        run(lambda *a: add.op.maybe_inplace(*a), *tensors(*ARGUMENTS))
+    assert json.loads(json.dumps(report().to_dict()))["clones_inserted"] == 2
+
+
+def test_an_empty_report_says_so():
+    assert Report().summary().startswith("lowered nothing; fused nothing")
+
+
+PROGRAM = """
+    import torch, irframework as ir
+    torch._inductor.config.fx_graph_cache = True
+    f = torch.compile(lambda x: ir.ops.silu_and_mul(x) + 1, backend="irframework")
+    with torch.no_grad():
+        f(torch.ones(2, 8))
+    print(ir.last_report().summary())
+"""
+
+
+def test_a_second_process_compiles_from_the_cache_and_says_so(tmp_path):
+    import os
+
+    said = []
+    for _ in range(2):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "IRFRAMEWORK_PLUGINS": ""}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        said.append(done.stdout.strip())
+    assert said[0].startswith("lowered silu_and_mul 1xnative")
+    assert said[1] == "compiled from cache; passes not run"
