@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import Library
 
 from irframework.errors import ImplementationContractError
+from irframework.registry import registry
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -41,9 +42,10 @@ def register(op: "IrOp", library: Library) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = list(ctx.saved_tensors)
         wanted = _wanted(ctx)
-        if op.backward is not None:
-            return _spread(ctx, _registered(op, grads, _rebuild(ctx, saved)), registered=True)
-        gradients = vjp_of_native(op, ctx, saved, grads, wanted)
+        current = registry.current(op)
+        if current.backward is not None:
+            return _spread(ctx, _registered(current, grads, _rebuild(ctx, saved)), registered=True)
+        gradients = vjp_of_native(current, ctx, saved, grads, wanted)
         return _spread(ctx, gradients, registered=False)
 
     torch.library.register_autograd(f"irframework::{op.name}", backward, setup_context=setup_context, lib=library)

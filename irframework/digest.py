@@ -143,9 +143,9 @@ class _Walk:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.say("tensor", tensor.dtype, tuple(tensor.shape))
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
-            if tensor.numel() <= _MAX_TENSOR:
-                self.say(tensor.tolist())
+        real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+        if real and tensor.numel() <= _MAX_TENSOR:
+            self.say(tensor.tolist())
 
     def _class(self, cls: type) -> None:
         self.say("class", cls.__module__, cls.__qualname__)

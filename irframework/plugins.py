@@ -12,7 +12,6 @@ import contextlib
 import difflib
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from irframework.discovery import being_imported, cause, discover, stated
 from irframework.errors import PluginError
 from irframework.registry import Transaction, registry
 from irframework.settings import effective, settings
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GROUP = "irframework.plugins"
 API_VERSION = 1
 _SLOW_SECONDS = 10.0
 
@@ -115,22 +114,6 @@ def manager() -> "pluggy.PluginManager":
     return _manager
 
 
-def discover() -> list[Any]:
-    """Return the entry points of all installed plugins, sorted by name. Imports no plugin."""
-    import importlib_metadata
-
-    try:
-        found = list(importlib_metadata.entry_points(group=GROUP))
-    except Exception:  # some distribution has metadata that cannot be read: look at each alone
-        found = []
-        for dist in importlib_metadata.distributions():
-            try:
-                found += dist.entry_points.select(group=GROUP)
-            except Exception as error:
-                logger.warning("The metadata at %s cannot be read: %s", getattr(dist, "_path", "?"), _cause(error))
-    return sorted(found, key=lambda entry: (entry.name, entry.value))
-
-
 def load_plugins() -> bool:
     """Load the installed plugins, once per process. Happens by itself at first need.
 
@@ -149,7 +132,7 @@ def load_plugins() -> bool:
         if _loaded or _loading:  # the second: a plugin uses irframework while it is being loaded
             return _loaded
         entries = discover()
-        if any(_being_imported(entry) for entry in entries):  # it has no hooks yet: wait for the next need
+        if any(being_imported(entry) for entry in entries):  # it has no hooks yet: wait for the next need
             return False
         _loading = True
         try:
@@ -165,11 +148,6 @@ def load_plugins() -> bool:
             _loading = False
             registry.changed()
     return True
-
-
-def _being_imported(entry: Any) -> bool:
-    """Whether a program imports the plugin's module right now, and the module uses irframework meanwhile."""
-    return bool(getattr(getattr(sys.modules.get(entry.module), "__spec__", None), "_initializing", False))
 
 
 def _take_back_all() -> None:
@@ -218,16 +196,9 @@ def _load_all(entries: list[Any]) -> None:
 def _found(entry: Any) -> _Plugin:
     dist = entry.dist
     location = str(getattr(dist, "_path", "")) if dist is not None else ""
-    plugin = _Plugin(entry, _stated(dist, "name"), _stated(dist, "version"), location)
+    plugin = _Plugin(entry, stated(dist, "name"), stated(dist, "version"), location)
     plugin.transaction = Transaction(plugin.name)
     return plugin
-
-
-def _stated(dist: Any, what: str) -> str:
-    try:
-        return str(getattr(dist, what, None) or "?")
-    except Exception:  # no METADATA file, or one that cannot be read
-        return "?"
 
 
 def _apply_lists(found: list[_Plugin]) -> None:
@@ -263,18 +234,10 @@ def _attempt(plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
         with registry.registering(plugin.transaction):
             step(plugin)
     except (Exception, SystemExit) as error:
-        _quarantine(plugin, _cause(error), error)
+        _quarantine(plugin, cause(error), error)
     finally:
         alarm.cancel()
         logger.debug("%s: %s took %.3f s", plugin.name, step.__name__, time.perf_counter() - started)
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"SystemExit: it called exit({error.code!r})"
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"ModuleNotFoundError: {error} (missing requirement: {error.name})"
-    return f"{type(error).__name__}: {error}"
 
 
 def _quarantine(plugin: _Plugin, reason: str, error: BaseException | None) -> None:
@@ -390,7 +353,7 @@ def default_priorities(platform: "Platform", mode: str) -> list[Mapping[str, Ite
         try:
             lists.append(as_lists(_call(plugin, "irframework_default_priorities", platform=platform, mode=mode)))
         except Exception as error:
-            _quarantine(plugin, _cause(error), error)
+            _quarantine(plugin, cause(error), error)
             registry.changed()
     return [given for given in lists if given]
 

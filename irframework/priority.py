@@ -130,6 +130,7 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
         self.lists = {**parsed, **parse_priorities(by_op, "ir.priority")}
 
     def __call__(self, func: Any) -> Any:
+        """Decorate a function; refuse one whose body runs after the call."""
         if inspect.iscoroutinefunction(func) or inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
             raise PrioritySyntaxError(
                 f"ir.priority cannot decorate {func.__qualname__}: its body runs after the call, when the "

@@ -5,8 +5,8 @@ not know what an op or an implementation is.
 """
 
 import importlib
-import sys
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +57,10 @@ class Registry:
             self.generation += 1
             for op in self.ops.values():
                 op.reset_dispatch()
+
+    def current(self, op: "IrOp") -> "IrOp":
+        """Return the op that has an op's name now: after a roll-back another one may have taken it over."""
+        return self.ops.get(op.name, op)
 
     def record(self, undo: Callable[[], None]) -> None:
         """Remember how to undo a registration, if a plugin is registering."""

@@ -115,7 +115,19 @@ def settings() -> Settings:
         except ValueError as error:
             raise ConfigError(f"Environment variable {full}={text!r}: {error}. It means: {variable.meaning}.") from None
     _warn_about_typos()
+    if values["logging_level"] is not None:
+        _set_level(str(values["logging_level"]))
     return Settings(**values)  # type: ignore[arg-type]
+
+
+def _set_level(level: str) -> None:
+    """Let the framework's own logger speak; what a program set up for the root logger is left alone."""
+    ours = logging.getLogger("irframework")
+    ours.setLevel(level)
+    if not ours.hasHandlers():  # Python's last resort shows warnings only
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        ours.addHandler(handler)
 
 
 def _warn_about_typos() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import Library, infer_schema
 
 from irframework import autograd
-from irframework.errors import InvalidOpError
+from irframework.errors import DuplicateOpError, InvalidOpError
 from irframework.registry import registry
 
 if TYPE_CHECKING:
@@ -31,13 +31,19 @@ _TAKEN = ("self", "torch", "tuple", "len", "str", "float", "int", "bool", "Excep
 
 @dataclass(slots=True)
 class Handle:
-    """Keeps an op's torch registrations alive, and takes them back."""
+    """Keeps an op's torch registrations alive, and takes them back.
+
+    Two overloads of one name stay: torch forgets only one of two equal signatures (its key leaves the overload's name
+    out), and crashes at the next look-up of the name. They serve the op that is declared under the name next.
+    """
 
     libraries: list[Library] = field(default_factory=list)
+    schema: str = ""
+    allow_inplace: bool = False
 
     def destroy(self) -> None:
-        """Remove the operators from torch again."""
-        while self.libraries:
+        """Remove the operators from torch again, where torch can."""
+        while self.libraries and not self.allow_inplace:
             self.libraries.pop()._destroy()
 
 
@@ -101,9 +107,11 @@ def define(op: "IrOp") -> Handle:
     Returns:
         The handle that takes the operators back when a plugin is rolled back.
     """
-    handle = Handle()
+    kept = _handles.get(op.name)
+    if kept is not None and kept.libraries:
+        return _serve_again(op, kept)
     library = Library(NAMESPACE, "FRAGMENT")
-    handle.libraries.append(library)
+    handle = Handle([library], op.schema)
     try:
         define_donate()
         tags = (torch.Tag.pt2_compliant_tag,)
@@ -121,19 +129,33 @@ def define(op: "IrOp") -> Handle:
     except BaseException:
         handle.destroy()
         raise
+    handle.allow_inplace = op.allow_inplace
     _handles[op.name] = handle
     return handle
+
+
+def _serve_again(op: "IrOp", kept: Handle) -> Handle:
+    """Give an op the operators of an earlier one, which was taken back and which torch could not forget."""
+    if (kept.schema, kept.allow_inplace) != (op.schema, op.allow_inplace):
+        raise DuplicateOpError(
+            f"Op {op.name!r} ({op.source}): a plugin that failed had declared it with another signature, which torch "
+            f"cannot forget.\n  before: {op.name}{kept.schema}, allow_inplace={kept.allow_inplace}\n"
+            f"  now:    {op.name}{op.schema}, allow_inplace={op.allow_inplace}\nRepair or disable that plugin."
+        )
+    packet = getattr(getattr(torch.ops, NAMESPACE), op.name)
+    op.torch_op, op.maybe_inplace.torch_op = packet.default, getattr(packet, MAYBE_INPLACE)
+    return kept
 
 
 def _define_overload(library: Library, op: "IrOp", qualified: str, donated: bool) -> None:
     from irframework.execution import run
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run(op, op.bind(args, kwargs), donated=donated)
+        return run(registry.current(op), op.bind(args, kwargs), donated=donated)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        _notify_compiler(op)
-        return shape(op, op.bind(args, kwargs))
+        _notify_compiler(registry.current(op))
+        return shape(registry.current(op), op.bind(args, kwargs))
 
     library.impl(qualified, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=library)

@@ -89,7 +89,8 @@ def diagnose() -> Diagnosis:
         PluginError: a plugin failed, and strict mode is on.
         ConfigError: an environment variable cannot be read.
     """
-    from irframework.plugins import GROUP, plugins
+    from irframework.discovery import GROUP
+    from irframework.plugins import plugins
     from irframework.registry import all_ops
 
     infos = tuple(plugins())
@@ -153,7 +154,7 @@ def _plugin_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
 
 
 def _setting_findings() -> Iterator[Finding]:
-    from irframework.plugins import discover
+    from irframework.discovery import discover
     from irframework.settings import PREFIX, VARIABLES, settings
 
     known = [PREFIX + variable.name for variable in VARIABLES]

@@ -548,12 +548,7 @@ def test_modes_of_two_threads_both_see_their_calls(declare):
     assert op.torch_op in seen
 
 
-def test_vmap_of_a_kernel_that_reads_memory_is_right(declare, request, times):
-    if times > 1:
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason="asking for torch.func transforms costs 80 ns a call")
-        )
-
+def test_vmap_of_a_kernel_that_reads_memory_is_right(declare, times):
     op = declare()
 
     @op.register_impl("numpy")

@@ -16,9 +16,11 @@ def read(monkeypatch):
         settings.cache_clear()
         return settings()
 
+    level = logging.getLogger("irframework").level
     yield read
     monkeypatch.undo()
     settings.cache_clear()
+    logging.getLogger("irframework").setLevel(level)
 
 
 @pytest.mark.parametrize("text", ["", "0", "false", "False", "no", "off", " 0 "])
@@ -59,6 +61,13 @@ def test_misspelt_variable_is_warned_about(read, caplog):
 def test_variable_of_a_plugin_is_not_warned_about(read, caplog):
     read(ACME_KERNELS_TRACE="1")
     assert "ACME" not in caplog.text
+
+
+def test_level_is_set_on_our_logger_only(read):
+    root = logging.getLogger().level
+    read(LOGGING_LEVEL=" info ")
+    assert logging.getLogger("irframework").level == logging.INFO
+    assert logging.getLogger().level == root
 
 
 def test_every_variable_is_a_setting_with_a_meaning():

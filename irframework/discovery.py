@@ -1,0 +1,53 @@
+"""Finding installed plugins.
+
+Owns how the entry points `irframework.plugins` are read from the metadata of distributions, however broken some of
+those are. Imports no plugin and does not load them: see `plugins.py`.
+
+Private API used here: `__spec__._initializing` of a module that is being imported (importlib of Python 3.10 to 3.14).
+"""
+
+import logging
+import sys
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+GROUP = "irframework.plugins"
+
+
+def discover() -> list[Any]:
+    """Return the entry points of all installed plugins, sorted by name. Imports no plugin."""
+    import importlib_metadata
+
+    try:
+        found = list(importlib_metadata.entry_points(group=GROUP))
+    except Exception:  # some distribution has metadata that cannot be read: look at each alone
+        found = []
+        for dist in importlib_metadata.distributions():
+            try:
+                found += dist.entry_points.select(group=GROUP)
+            except Exception as error:
+                logger.warning("The metadata at %s cannot be read: %s", getattr(dist, "_path", "?"), cause(error))
+    return sorted(found, key=lambda entry: (entry.name, entry.value))
+
+
+def being_imported(entry: Any) -> bool:
+    """Whether a program imports the plugin's module right now, and the module uses irframework meanwhile."""
+    return bool(getattr(getattr(sys.modules.get(entry.module), "__spec__", None), "_initializing", False))
+
+
+def stated(dist: Any, what: str) -> str:
+    """Return the `name` or `version` of a distribution, or `?` where its metadata do not say."""
+    try:
+        return str(getattr(dist, what, None) or "?")
+    except Exception:  # no METADATA file, or one that cannot be read
+        return "?"
+
+
+def cause(error: BaseException) -> str:
+    """Return what went wrong, in one line."""
+    if isinstance(error, SystemExit):
+        return f"SystemExit: it called exit({error.code!r})"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"ModuleNotFoundError: {error} (missing requirement: {error.name})"
+    return f"{type(error).__name__}: {error}"
