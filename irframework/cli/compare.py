@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from irframework.cli.generation import Generation, Generator
-from irframework.cli.run import decision_rows, make_generator, print_decisions
+from irframework.cli.run import decision_rows, make_generator, print_decisions, warn_if_untouched
 from irframework.cli.tables import print_table, progress
 from irframework.integrations.model_source import LoadedModel
 from irframework.integrations.transformers import apply
@@ -76,6 +76,7 @@ def run_comparison(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         # A copy: both are needed at once, since repeats are interleaved.
         patched = copy.deepcopy(loaded.model)
         patches = apply(patched)
+    warn_if_untouched(patches)
     variants = {
         "transformers eager": make_generator(loaded.model, "eager", length, ""),
         "irframework eager": make_generator(patched, "eager", length, ""),

@@ -7,11 +7,10 @@ and how equal ones are counted together. The decisions themselves are the core's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from irframework.compiler.report import Report
@@ -29,33 +28,35 @@ class DecisionRow:
         count: calls (eager) or nodes (compiled).
         provider: whose implementation runs.
         others: providers that were asked before or after it, each with why it does not run.
-        note: something to say beside it, or empty.
     """
 
     op: str
     count: int
     provider: str
     others: tuple[tuple[str, str], ...]
-    note: str = ""
-
-    def cells(self) -> tuple[str, ...]:
-        """The row of a table: op, count, provider, why not the others."""
-        why = "; ".join(f"{provider}: {reason}" for provider, reason in self.others)
-        return (self.op, str(self.count), self.provider, "; ".join(filter(None, (why, self.note))) or "-")
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain JSON types."""
         others = [{"provider": provider, "reason": reason} for provider, reason in self.others]
-        return {
-            "op": self.op,
-            "count": self.count,
-            "provider": self.provider,
-            "others": others,
-            "note": self.note or None,
-        }
+        return {"op": self.op, "count": self.count, "provider": self.provider, "others": others}
 
 
-class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def cells_and_notes(rows: Iterable[DecisionRow]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Rows of a table (op, count, provider, why not the others), and notes below it.
+
+    A reason that several rows give (a library that is not on this machine) stands once, in a note with a number.
+    """
+    rows = list(rows)
+    told = Counter(other for row in rows for other in row.others)
+    numbers = {other: number for number, other in enumerate((o for o, n in told.items() if n > 1), start=1)}
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        why = [f"{p} [{numbers[p, r]}]" if (p, r) in numbers else f"{p}: {r}" for p, r in row.others]
+        cells.append((row.op, str(row.count), row.provider, ", ".join(why) or "it is first in the list"))
+    return cells, [f"[{number}] {provider}: {reason}" for (provider, reason), number in numbers.items()]
+
+
+class CallRecorder(TorchDispatchMode):
     """Counts the IR ops that are called while it is active, with the decision for each.
 
     An active dispatch mode makes every op go through its torch op, so no op and no model has to know of this.
@@ -98,11 +99,3 @@ def _others(decision: Decision) -> tuple[tuple[str, str], ...]:
 
 def _reason(candidate: Candidate) -> str:
     return candidate.reason or ("not needed" if candidate.accepted else "no reason given")
-
-
-def decisions_now(arguments: Mapping[str, tuple[Any, ...]]) -> list[Decision]:
-    """Decisions for one call of each op given by name, with every candidate asked."""
-    from irframework.registry import find_op
-
-    with torch.no_grad():
-        return [resolve(find_op(name), values, stop_at_first=False) for name, values in arguments.items()]

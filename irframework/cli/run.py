@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     from irframework.integrations.transformers import apply
 
     configure(KernelConfig.from_cli_args(arguments))
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the loader's own bars; read when tqdm is first imported
     with progress(f"loading {arguments.model}"):
         loaded = load_model(
             arguments.model, dtype=DTYPES[arguments.dtype], device=arguments.device, seed=arguments.seed
@@ -72,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return run_comparison(loaded, arguments)
     with progress("putting IR ops into the model"):
         patches = apply(loaded.model)
+    warn_if_untouched(patches)
     prompt = loaded.encode(arguments.prompt)
     generator = make_generator(loaded.model, arguments.mode, prompt.shape[1] + arguments.max_new_tokens, "irframework")
     with progress("compiling" if arguments.mode == "compile" else "warming up"):
@@ -85,6 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         _print_tables(arguments, loaded, patches, generation, rows)
     return 0
+
+
+def warn_if_untouched(patches: PatchReport) -> None:
+    """Says on stderr that a run shows nothing of irframework, where no module could be replaced."""
+    if not patches.replaced:
+        why = f", e.g. {patches.skipped[0].name}: {patches.skipped[0].reason}" if patches.skipped else ""
+        print(f"warning: no module of this {patches.model} could be replaced by an IR op{why}", file=sys.stderr)
 
 
 def make_generator(model: Any, mode: str, length: int, backend: str) -> Generator:
@@ -166,12 +172,15 @@ def _print_tables(
 
 def print_decisions(rows: list[DecisionRow], mode: str) -> None:
     """The table op, nodes or calls, provider, why not the others."""
+    from irframework.cli.decisions import cells_and_notes
     from irframework.cli.tables import print_table
 
     what = "nodes" if mode == "compile" else "calls"
     title = "Who ran each op " + ("(the decode graph)" if mode == "compile" else "(one token)")
     if rows:
-        print_table(title, ("op", what, "provider", "why not the others"), [row.cells() for row in rows])
+        cells, notes = cells_and_notes(rows)
+        print_table(title, ("op", what, "provider", "why not the others"), cells)
+        print("\n".join(notes))
     else:
         print(f"\n{title}: nothing to show; the code came from a cache that keeps no decisions, or no op was met")
 

@@ -7,6 +7,7 @@ patch the model and does not generate. Nothing is downloaded.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -220,15 +221,21 @@ def _stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 @contextmanager
 def _quiet_library() -> Iterator[None]:
     """Silences transformers' own bars and advice while it loads; the caller shows progress."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_loader
     from transformers.utils import logging as library_logging
 
+    bar = getattr(gguf_loader, "tqdm", None)  # this one does not obey the library's switch
     level = library_logging.get_verbosity()
     bars = library_logging.is_progress_bar_enabled()
     library_logging.set_verbosity_error()
     library_logging.disable_progress_bar()
+    if bar is not None:
+        gguf_loader.tqdm = functools.partial(bar, disable=True)
     try:
         yield
     finally:
+        if bar is not None:
+            gguf_loader.tqdm = bar
         library_logging.set_verbosity(level)
         if bars:
             library_logging.enable_progress_bar()

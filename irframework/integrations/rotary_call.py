@@ -62,7 +62,9 @@ def apply_rotary(
         table = torch.cat((cos[..., ::2], sin[..., ::2]), dim=-1)
     # The table has one row per token already, so a token's position in it is its number.
     rows = table.shape[0] * tokens
-    positions = torch.arange(rows, device=q.device).view(-1, tokens).expand(batch, tokens)
+    positions = torch.arange(rows, device=q.device).view(-1, tokens)
+    if positions.shape[0] != batch:  # every sequence is at the same positions
+        positions = positions.repeat(batch, 1)
     q, k = ops.rotary_embedding(positions, q, k, table.view(rows, -1), head_dim, is_neox)
     if unsqueeze_dim == 1:
         return q.transpose(1, 2), k.transpose(1, 2)

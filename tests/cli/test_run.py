@@ -116,3 +116,21 @@ def test_wrong_usage(arguments: tuple[str, str]) -> None:
 def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     main([*TINY, "--json"])
     json.loads(capsys.readouterr().out)
+
+
+def test_a_model_that_nothing_fits_is_spoken_up_about(capsys: pytest.CaptureFixture[str]) -> None:
+    from irframework.cli.run import warn_if_untouched
+    from irframework.integrations.patch_report import PatchReport, Skipped
+
+    warn_if_untouched(PatchReport("Odd", (), (Skipped("norm", "rms_norm", "its formula is odd"),)))
+    assert "no module of this Odd" in capsys.readouterr().err
+
+
+def test_a_reason_that_ops_share_stands_once() -> None:
+    from irframework.cli.decisions import DecisionRow, cells_and_notes
+
+    shared = ("elsewhere", "not on this machine")
+    rows = [DecisionRow("a", 1, "native", (shared,)), DecisionRow("b", 2, "native", (shared, ("own", "too wide")))]
+    cells, notes = cells_and_notes(rows)
+    assert [row[3] for row in cells] == ["elsewhere [1]", "elsewhere [1], own: too wide"]
+    assert notes == ["[1] elsewhere: not on this machine"]
