@@ -226,7 +226,8 @@ def _contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Ch
 
 def _row_contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
-        test = f"({name}.dim() > 0 and ({name}.stride(-1) == 1 or {name}.size(-1) == 1))"
+        inner = f"{name}.is_contiguous() or {name}.stride()[-1] == 1 or {name}.shape[-1] == 1"
+        test = f"({name}.shape and ({inner}))"
         yield Check(test, f'f"the last dimension of {name} must have stride 1"', (name,))
 
 
@@ -246,7 +247,7 @@ def _same_shape(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Ch
 
 def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, of in value.items():
-        test = f"({name}.dim() == 1 and {of}.dim() > 0 and {name}.size(0) == {of}.size(-1))"
+        test = f"({of}.shape and {name}.shape == ({of}.shape[-1],))"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs a vector as long as the last dimension of {of}"'
         yield Check(test, reason, (name, of))
 
@@ -254,7 +255,7 @@ def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable
 def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, factor in value.items():
         _numbers(factor, "multiple_of", 1)
-        test = f"({name}.dim() > 0 and {name}.size(-1) % {factor:d} == 0)"
+        test = f"({name}.shape and {name}.shape[-1] % {factor:d} == 0)"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension must be a multiple of {factor:d}"'
         yield Check(test, reason, (name,))
 
@@ -263,7 +264,7 @@ def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, limit in _per_parameter(value, tensors, "max_last_dim").items():
         _numbers(limit, "max_last_dim", 0)
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension may be at most {limit:d}"'
-        yield Check(f"({name}.dim() > 0 and {name}.size(-1) <= {limit:d})", reason, (name,))
+        yield Check(f"({name}.shape and {name}.shape[-1] <= {limit:d})", reason, (name,))
 
 
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:

@@ -8,7 +8,7 @@ import keyword
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
-from irframework import codegen, torch_ops
+from irframework import dispatcher, torch_ops
 from irframework.conditions import Supports
 from irframework.errors import ConditionError, DuplicateOpError, InvalidOpError, ReservedNameError, suggest
 from irframework.impl import IrOpImpl, declared_again, place_of
@@ -109,7 +109,7 @@ def _declare(
                 raise ConditionError(f"Op {name!r} ({place}), fuse=...: {error}") from None
         if earlier is not None:
             return _redeclare(earlier, native, schema, given, allow_inplace, fuse, place)
-        op: IrOp = codegen.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
+        op: IrOp = dispatcher.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
         handle = torch_ops.define(op)
         registry.ops[name] = op
         if registry.transaction is not None:

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from irframework import codegen, symbolic
 from irframework.decision import Candidate, Decision
-from irframework.errors import (
-    ArgumentError,
-    DeviceMismatchError,
-    NoImplementationError,
-    PredicateGuardError,
-)
+from irframework.errors import ArgumentError, DeviceMismatchError, PredicateGuardError
 from irframework.notices import say_once
 from irframework.priority import entries_for
 from irframework.settings import effective
@@ -29,6 +24,8 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 logger = logging.getLogger(__name__)
+
+_NOT_INVARIANT = "not declared batch invariant, and batch-invariant mode is on"
 
 
 def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_first: bool = True) -> Decision:
@@ -47,7 +44,6 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
         DeviceMismatchError: The tensors live on different devices.
         PredicateGuardError: A predicate looked at a symbolic size.
         UnknownProviderError: The priorities name a provider that has no implementation of the op.
-        NoImplementationError: Batch-invariant and strict mode, and no implementation is batch invariant.
     """
     check_arguments(op, args)
     device = device_type_of(op, args)
@@ -68,10 +64,22 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
             say_once(
                 logging.DEBUG, (op.name, entry.provider, reason), "%s: not %s: %s", op.name, entry.provider, reason
             )
-    if chosen is None:  # only when native itself may not run
-        reasons = "; ".join(f"{c.provider}: {c.reason}" for c in candidates)
-        raise NoImplementationError(f"Op {op.name!r}: no implementation may run this call ({reasons}).")
-    return Decision(op.name, chosen, chosen.provider, tuple(candidates))
+    impl = chosen or op.registered["native"]  # native ends every list
+    if impl.provider == "native":
+        _tell_what_invariance_costs(op, candidates)
+    return Decision(op.name, impl, impl.provider, tuple(candidates))
+
+
+def _tell_what_invariance_costs(op: "IrOp", candidates: list[Candidate]) -> None:
+    passed_over = [candidate.provider for candidate in candidates if candidate.reason == _NOT_INVARIANT]
+    if passed_over:
+        say_once(
+            logging.WARNING,
+            (op.name, _NOT_INVARIANT),
+            "Batch-invariant mode is on: op %s runs native, because %s does not declare to be batch invariant",
+            op.name,
+            ", ".join(passed_over),
+        )
 
 
 def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
@@ -102,7 +110,7 @@ def why_never(impl: "IrOpImpl", device: str) -> str | None:
     if impl.device_types is not None and device not in impl.device_types:
         return f"runs on {', '.join(impl.device_types)}, the tensors are on {device}"
     if effective("batch_invariant") and not impl.batch_invariant:
-        return "not declared batch invariant, and batch-invariant mode is on"
+        return _NOT_INVARIANT
     return None
 
 

@@ -60,10 +60,6 @@ class DeviceMismatchError(IrError, RuntimeError, ValueError):
     """The tensors of one call live on different devices."""
 
 
-class NoImplementationError(IrError, RuntimeError):
-    """No implementation may run this call, and falling back to native is forbidden."""
-
-
 class ImplementationContractError(IrError, RuntimeError):
     """An implementation returned something its op does not allow (count, shape, dtype, device)."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from irframework import codegen
+from irframework import dispatcher
 from irframework.dispatch import check_arguments, resolve, why_never
 from irframework.errors import ImplementationContractError
 from irframework.notices import say_once
@@ -46,7 +46,7 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
         return result
     form.misses += 1
     if form.misses % _SWAP_AFTER == 0:
-        codegen.put_in_place(form, function)
+        dispatcher.put_in_place(form, function)
     named = dict(zip(op.signature.parameters, args, strict=True))
     return function(form, **named)
 
@@ -65,7 +65,7 @@ def _generate(op: "IrOp", donated: bool, context: Any) -> None:
         form = op.maybe_inplace if donated else op
         if len(form.generated) >= _MAX_CONTEXTS:
             form.generated.clear()
-        codegen.generate(op, donated, context, branches)
+        dispatcher.generate(op, donated, context, branches)
 
 
 def _possible(op: "IrOp", device: str) -> list["IrOpImpl"]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from irframework import codegen, torch_ops
+from irframework import codegen, dispatcher, torch_ops
 from irframework.conditions import Predicate, Supports
 from irframework.decision import Decision, Rejected
 from irframework.errors import (
@@ -119,7 +119,7 @@ class IrOp:
         self.traced_call: Callable[..., Any] | None = None
         self.generated: dict[Any, Callable[..., Any]] = {}
         self.misses = 0
-        self.maybe_inplace: Any = codegen.class_of(MaybeInplace)(self)
+        self.maybe_inplace: Any = dispatcher.class_of(MaybeInplace)(self)
         self.backward: Callable[..., Any] | None = None
         self.fake: IrOpImpl | None = None
         self.input_generator: Callable[..., Any] | None = None
@@ -363,7 +363,7 @@ class IrOp:
 
     def reset_dispatch(self) -> None:
         """Forget the generated dispatchers; they are made anew at the next call."""
-        codegen.reset(self)
+        dispatcher.reset(self)
 
 
 def _device_types(op: str, provider: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -461,12 +461,14 @@ def test_batch_invariant_mode_takes_invariant_implementations_only(declare, conf
         assert op(torch.ones(1)).item() == 1
 
 
-def test_batch_invariant_mode_falls_back_to_native(declare, configured, times):
+def test_batch_invariant_mode_falls_back_to_native_and_says_so_once(declare, configured, caplog, times):
     op = declare()
     provide(op, "fast", 1.0)
     configured(batch_invariant=True)
     for _ in range(times):
         assert op(torch.ones(1)).item() == 2
+    said = [r.getMessage() for r in caplog.records if "runs native, because fast" in r.getMessage()]
+    assert len(said) == 1
 
 
 # --- who must see a call ---------------------------------------------------------------------------------------------
