@@ -191,7 +191,7 @@ def test_registered_backward_with_the_wrong_number_of_gradients_is_an_error(op, 
         op(double(2)).sum().backward()
 
 
-# --- modules, checkpoints, other ways to differentiate -----------------------------------------------------------------
+# --- modules, checkpoints, other ways to differentiate ---------------------------------------------------------------
 
 
 class Block(torch.nn.Module):

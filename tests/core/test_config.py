@@ -120,7 +120,7 @@ def test_command_line_of_another_programs_parser_is_left_alone():
 def test_mistake_on_the_command_line_is_a_config_error(given):
     parser = argparse.ArgumentParser()
     ir.add_cli_args(parser)
-    with pytest.raises(errors.IrError, match="typo|rms_nrom"):
+    with pytest.raises(errors.IrError, match=r"typo|rms_nrom"):
         ir.KernelConfig.from_cli_args(parser.parse_args(given))
 
 
@@ -200,13 +200,13 @@ def test_platform_that_refuses_a_configuration_is_named(platform):
         raise RuntimeError("no fusion here")
 
     platform(refuse)
-    with pytest.raises(errors.ConfigError, match="testconfig.*no fusion here"):
+    with pytest.raises(errors.ConfigError, match=r"testconfig.*no fusion here"):
         ir.configure(ir.KernelConfig())
 
 
 def test_platform_that_returns_no_configuration_is_named(platform):
     platform(lambda self, config: None)
-    with pytest.raises(errors.ConfigError, match="testconfig.*KernelConfig"):
+    with pytest.raises(errors.ConfigError, match=r"testconfig.*KernelConfig"):
         ir.configure(ir.KernelConfig(fusion=False))
     assert effective("fusion") is True
 
@@ -214,5 +214,5 @@ def test_platform_that_returns_no_configuration_is_named(platform):
 def test_configuration_of_a_priority_no_longer_possible_is_a_clear_error(op, configured):
     configured(ir_op_priority={op.name: "b"})
     op.unregister_impl("b")
-    with pytest.raises(errors.UnknownProviderError, match="config.*'b'"):
+    with pytest.raises(errors.UnknownProviderError, match=r"config.*'b'"):
         op(torch.ones(1))

@@ -48,7 +48,7 @@ def times(request):
     return 1 if request.param == "first" else 4
 
 
-# --- deciding ------------------------------------------------------------------------------------------------------
+# --- deciding --------------------------------------------------------------------------------------------------------
 
 
 def test_first_accepting_provider_in_priority_order_runs(declare, times):
@@ -193,7 +193,7 @@ def test_op_imported_before_a_registration_sees_it(declare):
     assert before(torch.ones(1)).item() == 5
 
 
-# --- devices and arguments -----------------------------------------------------------------------------------------
+# --- devices and arguments -------------------------------------------------------------------------------------------
 
 
 def test_implementation_for_another_device_is_skipped_by_the_framework(declare, times):
@@ -364,7 +364,7 @@ def test_results_in_a_list_are_given_as_a_tuple(declare, times):
         assert type(op(torch.ones(1), torch.ones(1))) is tuple
 
 
-# --- maybe_inplace -----------------------------------------------------------------------------------------------
+# --- maybe_inplace ---------------------------------------------------------------------------------------------------
 
 
 def test_default_form_never_writes_to_its_inputs(inplace_op, times):
@@ -444,7 +444,7 @@ def test_tensors_that_a_checkpoint_runs_again_are_not_overwritten(inplace_op):
         assert [t.grad.tolist() for t in (x, r)] == [[6, 6, 6], [9, 9, 9]]
 
 
-# --- batch invariance ----------------------------------------------------------------------------------------------
+# --- batch invariance ------------------------------------------------------------------------------------------------
 
 
 def test_batch_invariant_mode_takes_invariant_implementations_only(declare, configured, times):

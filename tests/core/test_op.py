@@ -11,9 +11,8 @@ from torch import Tensor
 
 import irframework as ir
 from irframework import errors
-from irframework.registry import all_ops, find_op
+from irframework.registry import all_ops, find_op, registry
 from irframework.torch_ops import op_of
-from irframework.registry import registry
 
 
 def test_op_is_an_attribute_of_ops_and_of_torch_ops(declare):

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import functools
+import pickle
 import threading
 
 import pytest
@@ -121,23 +122,22 @@ def test_string_that_cannot_be_read_says_where_it_was_written(value):
 
 
 def test_op_named_twice_in_a_string_is_refused():
-    with pytest.raises(errors.PrioritySyntaxError, match="rms_norm.*twice"):
+    with pytest.raises(errors.PrioritySyntaxError, match=r"rms_norm.*twice"):
         parse_priorities("rms_norm=a;rms_norm=b", "here")
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(["rms_norm", "silu_and_mul", "other_op"]),
-        st.lists(st.from_regex(r"[a-z][a-z0-9_.-]{0,5}\??", fullmatch=True), min_size=1, max_size=4, unique_by=lambda n: n.rstrip("?")),
-    )
-)  # fmt: skip
+provider_names = st.from_regex(r"[a-z][a-z0-9_.-]{0,5}\??", fullmatch=True)
+provider_lists = st.lists(provider_names, min_size=1, max_size=4, unique_by=lambda name: name.rstrip("?"))
+
+
+@given(st.dictionaries(st.sampled_from(["rms_norm", "silu_and_mul", "other_op"]), provider_lists))
 def test_what_is_written_is_what_is_read(lists):
     text = ";".join(f"{op}={','.join(providers)}" for op, providers in lists.items())
     expected = {op: tuple(providers) for op, providers in lists.items()}
     assert parse_priorities(text, "here") == parse_priorities(lists, "here") == expected
 
 
-# --- context -------------------------------------------------------------------------------------------------------
+# --- context ---------------------------------------------------------------------------------------------------------
 
 
 def test_context_stands_in_front_and_the_rest_follows(op):
@@ -221,7 +221,7 @@ def test_context_cannot_decorate_what_runs_later():
         yield
 
     for function in (later, generator):
-        with pytest.raises(errors.PrioritySyntaxError, match="with ir.priority"):
+        with pytest.raises(errors.PrioritySyntaxError, match=r"with ir.priority"):
             ir.priority(rms_norm="native")(function)
 
 
@@ -232,9 +232,11 @@ def test_unknown_op_in_a_context_is_an_error_with_the_closest_name(lists):
 
 
 def test_unknown_provider_is_an_error_with_the_known_ones(op):
-    with pytest.raises(errors.UnknownProviderError, match="'aa'.*Did you mean 'a'.*native"):
-        with ir.priority({op.name: "aa"}):
-            pass
+    with (
+        pytest.raises(errors.UnknownProviderError, match=r"'aa'.*Did you mean 'a'.*native"),
+        ir.priority({op.name: "aa"}),
+    ):
+        pass
 
 
 def test_optional_provider_is_skipped_with_one_warning(op, caplog):
@@ -424,12 +426,15 @@ def test_merged_list_is_the_layers_in_order_without_repeats_up_to_native(context
     layers.cli = None if cli is None else ir.KernelConfig(ir_op_priority={op.name: cli})
     registry.changed()
     try:
-        with option_scope(option and {op.name: option}):
-            with ir.priority({op.name: outer} if outer else {}), ir.priority({op.name: context} if context else {}):
-                got = [entry.provider for entry in entries_for(op, "cpu", mode)]
-                ran = op.dispatch(torch.ones(1)).provider
-                value = op(torch.ones(1)).item()
-                eager = [entry.provider for entry in entries_for(op, "cpu", "eager")]
+        with (
+            option_scope(option and {op.name: option}),
+            ir.priority({op.name: outer} if outer else {}),
+            ir.priority({op.name: context} if context else {}),
+        ):
+            got = [entry.provider for entry in entries_for(op, "cpu", mode)]
+            ran = op.dispatch(torch.ones(1)).provider
+            value = op(torch.ones(1)).item()
+            eager = [entry.provider for entry in entries_for(op, "cpu", "eager")]
     finally:
         layers.config = layers.cli = None
         registry.changed()
@@ -440,7 +445,7 @@ def test_merged_list_is_the_layers_in_order_without_repeats_up_to_native(context
     assert VALUES[ran] == value
 
 
-# --- for guards and cache keys -----------------------------------------------------------------------------------------
+# --- for guards and cache keys ---------------------------------------------------------------------------------------
 
 
 def test_snapshot_is_the_same_object_until_something_changes(op):
@@ -498,3 +503,9 @@ def test_state_can_be_restored_in_another_context(op):
 
     assert contextvars.Context().run(elsewhere) == ("c", "d")
     assert chosen(op) == "a"
+
+
+def test_priority_object_can_be_pickled(op):
+    context = pickle.loads(pickle.dumps(ir.priority({op.name: "c"})))
+    with context:
+        assert chosen(op) == "c"

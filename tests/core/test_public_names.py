@@ -11,9 +11,34 @@ from irframework import errors
 
 from .distributions import answer, run_python
 
-DESIGN = """register_op ops reject supports explain priority IrOpPriorityConfig KernelConfig add_cli_args configure
-    hookimpl plugins load_plugins install last_report errors Platform current_platform IrOp IrOpImpl Decision Candidate
-    Rejected Tolerance PluginInfo compiler""".split()
+DESIGN = [
+    "register_op",
+    "ops",
+    "reject",
+    "supports",
+    "explain",
+    "priority",
+    "IrOpPriorityConfig",
+    "KernelConfig",
+    "add_cli_args",
+    "configure",
+    "hookimpl",
+    "plugins",
+    "load_plugins",
+    "install",
+    "last_report",
+    "errors",
+    "Platform",
+    "current_platform",
+    "IrOp",
+    "IrOpImpl",
+    "Decision",
+    "Candidate",
+    "Rejected",
+    "Tolerance",
+    "PluginInfo",
+    "compiler",
+]
 
 
 @pytest.mark.parametrize("name", sorted({*DESIGN, *ir.__all__}))

@@ -81,9 +81,13 @@ def test_rolled_back_implementation_is_gone(declare):
 @pytest.mark.parametrize("raised", [RuntimeError, SystemExit, KeyboardInterrupt])
 def test_transaction_that_raises_takes_everything_back(declare, raised):
     op = declare()
-    with pytest.raises(raised), registry.registering(Transaction("test")):
+
+    def half():
         op.register_impl("p")(lambda x, weight=None, epsilon=1e-6: x * 10)
         raise raised
+
+    with pytest.raises(raised), registry.registering(Transaction("test")):
+        half()
     assert set(op.impls) == {"native"}
     assert registry.transaction is None
 

@@ -22,7 +22,7 @@ EPSILON = 1e-5
 @pytest.fixture
 def natively():
     names = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding")
-    with ir.priority({name: "native" for name in names}):
+    with ir.priority(dict.fromkeys(names, "native")):
         yield
 
 
@@ -137,7 +137,7 @@ def test_mixed_dtypes_of_weight_and_rows_choose_a_provider_that_takes_them():
         op.unregister_impl("needs_same_dtype")
 
 
-# --- gated activations -------------------------------------------------------------------------------------------------
+# --- gated activations -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,7 +177,7 @@ def test_odd_rows_cannot_be_halved(name, shape):
         getattr(ir.ops, name)(torch.randn(shape))
 
 
-# --- rotary embedding ----------------------------------------------------------------------------------------------
+# --- rotary embedding ------------------------------------------------------------------------------------------------
 
 
 def cache_for(rotary_dim, dtype=torch.float64, length=32):
@@ -467,7 +467,7 @@ def test_make_fx_records_one_node(name, tracing_mode):
         return op(*(next(rest) if isinstance(a, torch.Tensor) else a for a in args))
 
     traced = make_fx(f, tracing_mode=tracing_mode)(*tensors)
-    assert [n.target for n in traced.graph.nodes if n.op == "call_function"][0] is op.torch_op
+    assert next(n.target for n in traced.graph.nodes if n.op == "call_function") is op.torch_op
     got, expected = traced(*tensors), f(*tensors)
     for a, b in zip(*(t if isinstance(t, tuple) else (t,) for t in (got, expected)), strict=True):
         assert torch.equal(a, b)
