@@ -2,6 +2,8 @@
 
 Owns how a function, and the package it came from, become a short string that changes whenever what it computes may
 change. Does not know what is cached.
+
+Private torch API used here (read in 2.11 and 2.13): `torch.utils._python_dispatch._disable_current_modes`.
 """
 
 import hashlib
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -51,7 +54,8 @@ def digest_function(fn: Callable[..., Any]) -> str:
     torch, numpy and the standard library, whose versions are part of every key.
     """
     walk = _Walk()
-    walk.feed(fn)
+    with _disable_current_modes():  # the first digest may be wanted while torch traces with fake tensors
+        walk.feed(fn)
     return walk.hasher.hexdigest()[:16]
 
 

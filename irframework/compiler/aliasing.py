@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-AUTO_FUNCTIONALIZED = frozenset(
-    {torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2}
-)
-_FUNCTIONAL_HIGHER_ORDER = AUTO_FUNCTIONALIZED | {torch.ops.higher_order.triton_kernel_wrapper_functional}
+# By name: some are only there once torch has needed them.
+_FUNCTIONAL_HIGHER_ORDER = ("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional")
 
 
 @dataclass(slots=True)
@@ -84,7 +82,7 @@ def effects_of(node: Node) -> Effects:
     target = node.target
     if target is operator.getitem:
         return Effects(views=arguments[:1])
-    if target in _FUNCTIONAL_HIGHER_ORDER:
+    if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONAL_HIGHER_ORDER:
         return Effects(reads=arguments)
     if isinstance(target, torch._ops.OpOverload):
         return _schema_effects(node, target)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
@@ -39,7 +40,6 @@ _MAX_READERS = 256
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 _CLONE = _aten.clone.default
-_HOP = torch.ops.higher_order.auto_functionalized
 
 
 def donate_op() -> torch._ops.OpOverload:
@@ -65,7 +65,7 @@ class KeptCopy:
 def materialize(graph: Graph, report: Report) -> None:
     """Turn the functional form of each kernel call that lowering made into the kernel on copies of what it writes."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is _HOP and COPY in node.meta:
+        if node.op == "call_function" and node.target is auto_functionalized and COPY in node.meta:
             _materialize_one(graph, node, report)
 
 

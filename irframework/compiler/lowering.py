@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
@@ -101,8 +102,8 @@ class _Run:
         template = self.templates.get(key)
         if template is None:
             template = self.templates[key] = _make_template(op, decision.impl, values, node)
-        self.settings.selected_impls.setdefault(op.name, {})[node.name] = decision.provider
-        self.report.decisions[node.name] = decision
+        name = self.report.add_decision(node.name, decision)
+        self.settings.selected_impls.setdefault(op.name, {})[name] = decision.provider
         inserted = inline(self.graph, node, template, arguments)
         self.report.clones_inserted += sum(COPY in new.meta and new.target is _CLONE for new in inserted)
         nested = [new for new in inserted if new.op == "call_function" and op_of(new.target) is not None]
@@ -188,7 +189,7 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
     contract.check_count(len(outputs), expected, traced.is_tuple)
     for inner in graph.nodes:
         contract.check_effects(inner, aliasing)
-        if inner.target is torch.ops.higher_order.auto_functionalized:
+        if inner.target is auto_functionalized:
             mark_copy(inner, op.name, impl.provider)
     wanted = expected if isinstance(expected, (tuple, list)) else (expected,)
     finished: list[Node] = []
@@ -286,7 +287,7 @@ class _Contract:
                 f"calls {node.target}, whose writes cannot be made functional",
                 "Wrap the kernel in a custom op whose schema names what it mutates and which returns no alias.",
             )
-        if node.target is torch.ops.higher_order.auto_functionalized:
+        if node.target is auto_functionalized:
             target: Any = node.args[0]
             for argument in target._schema.arguments:
                 value = node.kwargs.get(argument.name)

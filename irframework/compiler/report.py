@@ -85,6 +85,15 @@ class Report:
         for op, nodes in selected.items():
             self.selected_impls.setdefault(op, {}).update(nodes)
 
+    def add_decision(self, node: str, decision: Decision) -> str:
+        """Keep a decision and return its key: the node's name, numbered if another graph of the compile has it too."""
+        number, key = 1, node
+        while key in self.decisions:
+            number += 1
+            key = f"{node} #{number}"
+        self.decisions[key] = decision
+        return key
+
     def add_graph(self, stage: str, graph: Graph) -> None:
         """Keep the graph's text as it is after a stage; a second graph of the compile gets a number."""
         number, key = 1, stage
