@@ -136,7 +136,8 @@ def vjp_of_native(op: "IrOp", ctx: Any, saved: list[Tensor], grads: tuple[Any, .
         ]
         outputs = op.registered["native"].apply(tuple(_rebuild(ctx, own)))
     flat = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-    pairs = [(o, g) for o, g in zip(flat, grads, strict=True) if g is not None and o.requires_grad]
+    flat_grads = [item for grad in grads for item in (grad if isinstance(grad, (list, tuple)) else (grad,))]
+    pairs = [(o, g) for o, g in zip(flat, flat_grads, strict=True) if g is not None and o.requires_grad]
     targets = [tensor for tensor, need in zip(own, wanted, strict=True) if need]
     if not pairs or not targets:
         return [None] * len(saved)

@@ -6,6 +6,8 @@ Owns how a signature becomes source text, and how text becomes a function. Does 
 
 import inspect
 import linecache
+import types
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +70,8 @@ NUMBER_TYPES = (float, int, bool, str)
 
 def number_type(annotation: Any) -> type | None:
     """`float` for float and `float | None`; None for what a dispatcher does not check by class."""
-    kinds = [kind for kind in getattr(annotation, "__args__", (annotation,)) if kind is not type(None)]
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    kinds = [kind for kind in (typing.get_args(annotation) if union else (annotation,)) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and kinds[0] in NUMBER_TYPES else None
 
 

@@ -7,6 +7,7 @@ it, lowering asks it on fake tensors, `explain` and the command line show it. Do
 
 import logging
 import numbers
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,10 +155,25 @@ def check_arguments(op: "IrOp", args: tuple[Any, ...]) -> None:
         if wrong and not (value is None and parameter.annotation is not Tensor):
             optional = "" if parameter.annotation is Tensor else " or None"
             raise ArgumentError(_wrong_type(op, name, f"a tensor{optional}", value))
+        if name in op.tensor_lists and not _is_list_of_tensors(value):
+            raise ArgumentError(_wrong_type(op, name, "a list of tensors", value))
         number = codegen.number_type(parameter.annotation)
         may_be_none = value is None and parameter.annotation not in _TAKEN_AS
         if number is not None and not may_be_none and not isinstance(value, _TAKEN_AS[number]):
             raise ArgumentError(_wrong_type(op, name, _CALLED[number], value))
+
+
+def _is_list_of_tensors(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(item is None or isinstance(item, Tensor) for item in value)
+
+
+def tensors_of(op: "IrOp", args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a call with its parameter's name; those in lists as `name[0]`, `name[1]`, ..."""
+    for name, value in zip(op.signature.parameters, args, strict=True):
+        if isinstance(value, Tensor):
+            yield name, value
+        elif name in op.tensor_lists:
+            yield from ((f"{name}[{index}]", item) for index, item in enumerate(value) if item is not None)
 
 
 _TAKEN_AS: dict[Any, tuple[type, ...]] = {  # as torch does for its own ops
@@ -184,9 +200,7 @@ def device_type_of(op: "IrOp", args: tuple[Any, ...]) -> str:
     """
     first: tuple[str, torch.device] | None = None
     scalar: str | None = None
-    for name, value in zip(op.signature.parameters, args, strict=True):
-        if not isinstance(value, Tensor):
-            continue
+    for name, value in tensors_of(op, args):
         device = value.device
         if value.dim() == 0 and device.type == "cpu":
             scalar = device.type

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from irframework import dispatcher
-from irframework.dispatch import check_arguments, resolve, why_never
+from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
 from irframework.errors import ImplementationContractError
 from irframework.notices import say_once
 from irframework.priority import current_context, entries_for
@@ -152,11 +152,8 @@ def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
     value = values[name]
     if isinstance(value, Parameter) or not value.is_contiguous() or value.requires_grad:
         return False
-    return not any(
-        isinstance(other, Tensor) and shares_storage(value, other)
-        for other_name, other in values.items()
-        if other_name != name
-    )
+    everything = tensors_of(op, tuple(values.values()))
+    return not any(other_name != name and shares_storage(value, other) for other_name, other in everything)
 
 
 def own_outputs(
@@ -191,11 +188,7 @@ def own_outputs(
             raise ImplementationContractError(_contract(op, impl, f"returned a {type(outputs).__name__}"))
     else:
         raise ImplementationContractError(_contract(op, impl, f"returned {type(outputs).__name__}"))
-    taken = [
-        value
-        for name, value in zip(op.signature.parameters, args, strict=True)
-        if name not in given and isinstance(value, Tensor)
-    ]
+    taken = [value for name, value in tensors_of(op, args) if name not in given]
     owned: list[Tensor] = []
     for index, output in enumerate(flat):
         if any(output is other or shares_storage(output, other) for other in (*taken, *owned)):

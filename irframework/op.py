@@ -111,6 +111,7 @@ class IrOp:
         self.source = place_of(native)
         self.plugin = registry.transaction.plugin if registry.transaction else None
         self.tensors = torch_ops.tensor_parameters(signature)
+        self.tensor_lists = torch_ops.tensor_list_parameters(signature)
         self.num_outputs = torch_ops.count_outputs(schema)
         self.parameters = codegen.parameters_of(signature)
         self.bind_args = codegen.make_bind(self)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def shape_env_of(args: tuple[Any, ...]) -> Any | None:
     """Return the shape environment of the first symbolic argument, or None when all sizes are plain numbers."""
-    for value in args:
+    for value in (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))):
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value.node.shape_env
         if isinstance(value, Tensor):

@@ -48,6 +48,10 @@ class Handle:
 
 
 _handles: dict[str, Handle] = {}
+_PARAMETER_ADVICE = (
+    " Every parameter is annotated as a tensor, an optional tensor, a list of tensors, a number, a word, a dtype, a device, "
+    "or a list of numbers."
+)
 _RESULT_ADVICE = (
     " An op returns a tensor, a tuple of tensors or a list of tensors, and always the same number; where one may be "
     "absent, return an empty tensor, or declare two ops."
@@ -84,8 +88,13 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
     try:
         schema = infer_schema(prototype, mutates_args=())
     except ValueError as error:
-        raise InvalidOpError(f"Op {name!r} ({place}) has no torch schema: {error}{_RESULT_ADVICE}") from None
-    results = [str(value.type) for value in torch._C.parse_schema(f"irframework::f{schema}").returns]
+        problem = str(error).partition(" The valid types are")[0].removeprefix("infer_schema(func): ")
+        advice = _RESULT_ADVICE if "return" in problem.lower() else _PARAMETER_ADVICE
+        raise InvalidOpError(f"Op {name!r} ({place}) has no torch schema: {problem}{advice}") from None
+    try:
+        results = [str(value.type) for value in torch._C.parse_schema(f"irframework::f{schema}").returns]
+    except RuntimeError as error:  # a default that torch writes and cannot read, e.g. a word with quotes
+        raise InvalidOpError(f"Op {name!r} ({place}): torch cannot read its schema {schema}: {error}") from None
     if not results or not all(kind in ("Tensor", "List[Tensor]") for kind in results):
         raise InvalidOpError(f"Op {name!r} ({place}) returns {', '.join(results) or 'nothing'}.{_RESULT_ADVICE}")
     return signature, schema
@@ -94,6 +103,14 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
 def tensor_parameters(signature: inspect.Signature) -> tuple[str, ...]:
     """Return the names of the parameters that are a tensor or an optional tensor."""
     return tuple(p.name for p in signature.parameters.values() if p.annotation in (Tensor, Tensor | None))
+
+
+def tensor_list_parameters(signature: inspect.Signature) -> tuple[str, ...]:
+    """Return the names of the parameters that are a list of tensors (torch knows no optional list)."""
+    single = tensor_parameters(signature)
+    return tuple(
+        p.name for p in signature.parameters.values() if p.name not in single and "Tensor" in str(p.annotation)
+    )
 
 
 def count_outputs(schema: str) -> int:

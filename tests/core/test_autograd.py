@@ -141,6 +141,17 @@ def test_list_of_tensors_gets_gradients(declare):
     assert [g.tolist() for g in got] == [[3, 3], [3, 3]]
 
 
+def test_list_of_outputs_gets_gradients(declare):
+    def native(x: Tensor) -> list[Tensor]:
+        return list(x.chunk(2))
+
+    op = declare(native)
+    x = double(4)
+    a, b = op(x)
+    (gradient,) = torch.autograd.grad(a.sum() * 2 + b.sum() * 3, x)
+    assert gradient.tolist() == [2, 2, 3, 3]
+
+
 # --- registered backward ---------------------------------------------------------------------------------------------
 
 

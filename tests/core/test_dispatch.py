@@ -244,6 +244,40 @@ def test_argument_of_the_wrong_type_is_named(declare, times, args, problem):
     assert op.schema in str(raised.value)
 
 
+def first_of(xs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    return xs[0]
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.ones(2), 3])
+def test_argument_that_is_no_list_of_tensors_is_named(declare, times, wrong):
+    op = declare(first_of)
+    for _ in range(times):
+        with pytest.raises(errors.ArgumentError, match="'xs' must be a list of tensors"):
+            op(wrong, [])
+
+
+def test_tensors_in_lists_count_for_devices_and_aliases(declare, times):
+    op = declare(first_of)
+    op.register_impl("gpu", device_types=("cuda",))(lambda xs, weights: 1 / 0)
+    x, there = torch.ones(2), torch.ones(2, device="meta")
+    for _ in range(times):
+        assert not aliases(op([x, x], []), x)
+        assert op([there], []).device.type == "meta"
+        with pytest.raises(errors.DeviceMismatchError, match=r"'weights\[0\]' is on meta, but 'xs\[0\]' is on cpu"):
+            op([x], [there])
+
+
+def test_tensor_in_a_list_that_shares_memory_with_what_is_given_away_is_right(declare, times):
+    def native(x: Tensor, others: list[Tensor]) -> Tensor:
+        return x + 1 + others[0]
+
+    op = declare(native, allow_inplace=True)
+    op.register_impl("inp", inplace=True)(lambda x, others: x.add_(1).add_(others[0]))
+    for _ in range(times):
+        x = torch.ones(2)
+        assert op.maybe_inplace(x, [x]).tolist() == [3, 3]
+
+
 def test_word_argument_of_the_wrong_type_is_named(times):
     for _ in range(times):
         with pytest.raises(errors.ArgumentError, match="'approximate' must be a str, got int"):

@@ -155,6 +155,14 @@ def test_declaration_without_a_schema_is_refused_and_leaves_nothing(native):
     assert not hasattr(torch.ops.irframework, "refused_op")
 
 
+def test_parameter_without_a_torch_type_gets_advice(declare):
+    def native(x: Tensor, options: dict[str, int]) -> Tensor:
+        return x + 1
+
+    with pytest.raises(errors.InvalidOpError, match=r"options has unsupported type .*Every parameter is annotated as"):
+        declare(native)
+
+
 @pytest.mark.parametrize("native", [by_flag, optional_out])
 def test_varying_number_of_outputs_gets_advice(native):
     with pytest.raises(errors.InvalidOpError, match="always the same number"):
@@ -316,6 +324,26 @@ def test_op_may_have_the_name_of_anything_else(name):
 
     op = ir.register_op(name=name)(native)
     assert getattr(ir.ops, name) is op
+
+
+def test_list_of_numbers_is_a_parameter(declare):
+    def native(x: Tensor, dims: list[int], scales: list[float] | None = None) -> Tensor:
+        return x.sum(dims) * (scales or [1.0])[0]
+
+    op = declare(native)
+    op.register_impl("p")(lambda x, dims, scales=None: native(x, dims, scales) * 10)
+    for _ in range(3):
+        for call in (op, op.torch_op):
+            assert call(torch.ones(2, 3), [0]).tolist() == [20, 20, 20]
+            assert call(torch.ones(2, 3), (0, 1), scales=[2.0]).item() == 120
+
+
+def test_default_that_torch_cannot_read_is_refused(declare):
+    def native(x: Tensor, word: str = 'a "quoted" word') -> Tensor:
+        return x + 1
+
+    with pytest.raises(errors.InvalidOpError, match="cannot read"):
+        declare(native)
 
 
 def test_list_of_tensors_is_a_parameter_and_a_result(declare):
