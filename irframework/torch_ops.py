@@ -49,8 +49,8 @@ class Handle:
 
 _handles: dict[str, Handle] = {}
 _PARAMETER_ADVICE = (
-    " Every parameter is annotated as a tensor, an optional tensor, a list of tensors, a number, a word, a dtype, a device, "
-    "or a list of numbers."
+    " Every parameter is annotated as a tensor, an optional tensor, a list of tensors, a number, a word, a dtype, a "
+    "device, or a list of numbers."
 )
 _RESULT_ADVICE = (
     " An op returns a tensor, a tuple of tensors or a list of tensors, and always the same number; where one may be "
