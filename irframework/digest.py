@@ -37,8 +37,8 @@ def digest_of(impl: "IrOpImpl") -> str:
         repr([check.test for check in impl.checks]),
         impl.plugin or "",
         version_of(impl.plugin) if impl.plugin else "",
-        digest_function(impl.fn),
-        *(digest_function(predicate) for predicate in impl.predicates),
+        digest_function(impl.fn, packaged=bool(impl.plugin)),
+        *(digest_function(predicate, packaged=bool(impl.plugin)) for predicate in impl.predicates),
     ):
         hasher.update(part.encode() + b"\0")
     if impl.plugin:
@@ -47,13 +47,18 @@ def digest_of(impl: "IrOpImpl") -> str:
     return hasher.hexdigest()[:16]
 
 
-def digest_function(fn: Callable[..., Any]) -> str:
+def digest_function(fn: Callable[..., Any], packaged: bool = False) -> str:
     """Digest of a function's code, defaults, closure and the globals it reads; works for any callable.
 
     Functions, classes and objects that it uses are followed too, so that a change in one of them is seen; but not into
     torch, numpy and the standard library, whose versions are part of every key.
+
+    Args:
+        fn: The function.
+        packaged: The files of its package are digested beside it. Then global containers and objects are left out:
+            what the files say of them is known, and what a running program puts into them (a memo) must not count.
     """
-    walk = _Walk()
+    walk = _Walk(packaged)
     with _disable_current_modes():  # the first digest may be wanted while torch traces with fake tensors
         walk.feed(fn)
     return walk.hasher.hexdigest()[:16]
@@ -73,6 +78,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_FIXED = (*_PLAIN, tuple, frozenset, types.FunctionType, type)
 _MAX_TENSOR = 1 << 16
 
 
@@ -84,7 +90,8 @@ def _followed(thing: Any, module: str | None = None) -> bool:
 class _Walk:
     """Feeds everything that can be reached from a function to a hash, each thing once and in a fixed order."""
 
-    def __init__(self) -> None:
+    def __init__(self, packaged: bool) -> None:
+        self.packaged = packaged
         self.hasher = hashlib.sha256()
         self.seen: dict[int, Any] = {}  # keeps what it saw alive, so that no number is used again
 
@@ -139,7 +146,7 @@ class _Walk:
             if isinstance(used, types.ModuleType):
                 if _followed(used, used.__name__):
                     self.feed([getattr(used, attribute, None) for attribute in names])
-            elif used is not None:
+            elif used is not None and not (self.packaged and not isinstance(used, _FIXED)):
                 own_module = getattr(used, "__module__", None) == fn.__module__
                 if own_module or _followed(used) or isinstance(used, (*_PLAIN, tuple, list, dict, set, frozenset)):
                     self.say(name)

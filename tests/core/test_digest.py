@@ -92,6 +92,17 @@ def test_digest_of_a_callable_object_changes_with_its_state():
     assert digest_function(Scale(1)) == digest_function(Scale(1))
 
 
+def test_what_a_plugin_remembers_does_not_change_its_digest():
+    text = "MEMO = {}\nSIZE = 1\ndef f(x): return MEMO.setdefault(x, SIZE)"
+    scope = {"__name__": "made_up"}
+    exec(text, scope)
+    before = digest_function(scope["f"], packaged=True)
+    scope["f"](1)
+    assert digest_function(scope["f"], packaged=True) == before
+    scope["SIZE"] = 2
+    assert digest_function(scope["f"], packaged=True) != before
+
+
 def test_recursive_functions_have_a_digest():
     text = "def f(x): return g(x)\ndef g(x): return f(x)"
     assert digest_function(made(text)) == digest_function(made(text))
