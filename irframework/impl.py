@@ -16,7 +16,8 @@ from irframework import codegen, symbolic
 from irframework.conditions import Check, Predicate
 from irframework.decision import Rejected
 from irframework.digest import digest_of
-from irframework.errors import SignatureError
+from irframework.errors import SignatureError, UnknownProviderError, suggest
+from irframework.registry import find_op
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class IrOpImpl:
     """An implementation; calling it calls the provider's function itself.
 
@@ -63,6 +64,18 @@ class IrOpImpl:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the provider's function itself."""
         return self.fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<IrOpImpl {self.name} ({self.source})>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (self.op.name, self.provider)
+
+    def __copy__(self) -> "IrOpImpl":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IrOpImpl":
+        return self
 
     @property
     def name(self) -> str:
@@ -145,6 +158,14 @@ class IrOpImpl:
         if self._digest is None:
             self._digest = digest_of(self)
         return self._digest
+
+
+def _registered(op: str, provider: str) -> "IrOpImpl":
+    """Return an implementation by name, where a pickled one is read."""
+    impls = find_op(op).impls
+    if provider not in impls:
+        raise UnknownProviderError(f"Op {op!r}: provider {provider!r} is not here.{suggest(provider, impls)}")
+    return impls[provider]
 
 
 def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

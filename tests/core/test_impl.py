@@ -1,6 +1,8 @@
 """Registering implementations."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -254,3 +256,19 @@ def test_message_about_an_implementation_names_op_provider_and_place(declare):
     assert op.name in impl.described
     assert "'p'" in impl.described
     assert "test_impl.py:" in impl.described
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda impl: pickle.loads(pickle.dumps(impl))])
+def test_copies_of_an_implementation_are_the_implementation(declare, clone):
+    op = declare()
+    impl = op.register_impl("p")(lambda x, weight=None, epsilon=1e-6: x * 10)
+    assert clone(impl) is impl
+    assert clone(op.explain(torch.ones(1))) == op.explain(torch.ones(1))
+
+
+def test_pickled_implementation_that_is_not_here_is_named(declare):
+    op = declare()
+    data = pickle.dumps(op.register_impl("p")(plain))
+    op.unregister_impl("p")
+    with pytest.raises(errors.UnknownProviderError, match=f"{op.name}.*'p'"):
+        pickle.loads(data)
