@@ -245,7 +245,28 @@ class _Remover:
         for access in self._overlapping(aliasing.reads(source), source):
             if access.node is not copy and access.position < first and not self._is_done_by(access.node, first):
                 return f"{source.name} is read by {access.node.name}, which may be computed only when it is needed"
+        if not self._lies_in_memory(source):
+            return f"{source.name} is a view that the compiler may have to copy"
         return None
+
+    def _lies_in_memory(self, source: Node) -> bool:
+        """Whether Inductor can give a kernel the very memory of the source, not a copy of it.
+
+        It can for a value that is no view. A view must be contiguous at every step, of a value that is in memory when
+        the view is made: of what was not computed yet it makes an expression, which it may have to copy.
+        """
+        effects = self.aliasing.effects
+        root, view = source, None
+        while effects[root].views:
+            if root.target not in (_CLONE, donate_op()):  # not a copy that was removed
+                if not _is_contiguous(root):
+                    return False
+                view = root
+            root = effects[root].views[0]
+        if view is None or root.op == "placeholder" or _computes_now(root):
+            return True
+        made = self.aliasing.position[view]
+        return any(access.position < made for access in self.aliasing.writes(root))
 
     def _is_done_by(self, reader: Node, when: int) -> bool:
         """Whether an earlier reader has certainly read by then.
@@ -307,6 +328,14 @@ class _Remover:
     def _overlapping(self, accesses: Iterable[Access], source: Node) -> list[Access]:
         value = source.meta.get("val")
         return [access for access in accesses if not disjoint(access.through.meta.get("val"), value)]
+
+
+def _is_contiguous(node: Node) -> bool:
+    values = node.meta["val"]
+    return all(
+        statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value)))
+        for value in (values if isinstance(values, (list, tuple)) else (values,))
+    )
 
 
 def _computes_now(node: Node) -> bool:

@@ -74,8 +74,10 @@ class Step:
 def _source_digest() -> str:
     """Digest of the framework's version and source: code under development is never served from an older cache."""
     digest = hashlib.sha256(irframework.__version__.encode())
-    for path in sorted(Path(irframework.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    root = Path(irframework.__file__).parent
+    for folder in (".", "ops", "compiler", "distributed"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

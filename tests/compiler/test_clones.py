@@ -125,7 +125,7 @@ def test_inductor_computes_an_earlier_view_of_a_donated_input_in_time(add):
 
 def test_the_unused_part_of_a_split_does_not_keep_the_copy(add):
     def f(x, r, w):
-        a, b = (x * 2).split(2, 0)
+        a, b = (x @ torch.eye(8)).split(2, 0)
         y, r2 = add.op(a, r[:2] * 2, w)
         return y, r2, b.exp()
 
@@ -135,6 +135,26 @@ def test_the_unused_part_of_a_split_does_not_keep_the_copy(add):
     with add.priority("inp"):
         got = run(f, *arguments)
     torch.testing.assert_close(got, want)
+    assert copies_left() == 0
+
+
+def test_a_view_of_what_is_computed_later_keeps_the_copy(add):
+    def f(x, r, w):
+        return add.op(x.sin().view(2, 16), r.cos().view(2, 16), torch.cat((w, w)))
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
+    assert copies_left() == 2
+    assert "may have to copy" in report().kept_copies[0].reason
+
+
+def test_a_view_of_a_product_needs_no_copy(add):
+    def f(x, r, w):
+        eye = torch.eye(8)
+        return add.op((x @ eye).view(2, 16), (r @ eye).view(2, 16), torch.cat((w, w)))
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
     assert copies_left() == 0
 
 
