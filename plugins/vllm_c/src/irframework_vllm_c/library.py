@@ -37,7 +37,7 @@ def load_cpu_kernels() -> str:
             "build from source with `pip install --no-build-isolation -e plugins/vllm_c`"
         )
     try:
-        torch.ops.load_library(spec.origin)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(spec.origin)
     except OSError as error:
         raise KernelsNotLoadedError(
             f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
