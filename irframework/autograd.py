@@ -2,6 +2,8 @@
 
 Owns the backward of every op: the vjp of native, recomputed from the saved inputs, or the registered one. A call that
 needs gradients never overwrites its inputs. Does not run forwards.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._C._after_autograd_keyset`, for redispatch below autograd.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -2,6 +2,8 @@
 
 Owns `IrOpImpl`, the check of its signature against the op's, and the lazy evaluation of `supported`. Does not choose
 between implementations: see `dispatch.py`.
+
+Private API used here: `importlib._RELOADING` (Python 3.10 to 3.14), the modules that are being reloaded.
 """
 
 import importlib

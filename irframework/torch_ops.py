@@ -4,8 +4,8 @@ Owns everything that is said to `torch.library`: schemas, kernels, shape functio
 functional schemas, so every pipeline that does not know them is still right. Does not decide which implementation
 runs: the kernels ask `dispatch.py`.
 
-Private torch API used here (read in 2.11 and 2.13): `torch.library.Library._destroy`,
-`torch._C._after_autograd_keyset`, `torch._C._ExcludeDispatchKeyGuard`-free redispatch through `OpOverload.redispatch`.
+Private torch API used here: `torch.library.Library._destroy` and `torch._guards.TracingContext` (read in 2.11 and
+2.13); `torch._C.parse_schema`, and `_opname` and `_overloadname` of an `OpOverload` (read in 2.13).
 """
 
 import inspect
@@ -186,7 +186,10 @@ def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:
 
 
 def _notify_compiler(op: "IrOp") -> None:
-    """Tell the compiler that an op is being traced, so that its guards and passes are in place."""
+    """Tell the compiler that an op is being traced, so that its guards and passes are in place.
+
+    It is imported from below, here only: a program that never compiles must not import Inductor.
+    """
     if torch._guards.TracingContext.try_get() is None:
         return
     from irframework.compiler.guards import on_traced

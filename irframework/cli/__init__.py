@@ -1,4 +1,4 @@
-"""The command line `irframework`: one module per command, the parser in `main`.
+"""The command line `irframework`: one module per command, the parser in `entry`.
 
 Importing this package costs nothing: torch and transformers are imported by the command that needs them.
 """
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; see `irframework.cli.main.run_command`."""
+    """Runs the command line; see `irframework.cli.entry.run_command`."""
     from irframework.cli.entry import run_command
 
     return run_command(argv)

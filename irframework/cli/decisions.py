@@ -2,6 +2,8 @@
 
 Owns how decisions are gathered (from an eager model by watching its torch ops once, from a compiled one by its report)
 and how equal ones are counted together. The decisions themselves are the core's.
+
+Private torch API used here (read in 2.13): `torch.utils._python_dispatch.TorchDispatchMode`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns where they are made: in memory, or as fakes that cost nothing. The arguments are those of the op's input generator.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._subclasses.fake_tensor.FakeTensorMode`.
+Private torch API used here (read in 2.13): `torch._subclasses.fake_tensor.FakeTensorMode`.
 """
 
 from __future__ import annotations

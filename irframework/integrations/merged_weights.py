@@ -6,6 +6,9 @@ one MLP more; memory that was mapped from a file becomes the process's own). In-
 optimisers) go through the views. What gives a parameter other memory afterwards is seen at the next eager call, which
 then uses the two projections apart; a compiled graph cannot see a swapped `.data` and needs `apply` again. With
 gradients wanted, the projections are used apart as well: the merged tensor is no leaf of the parameters' graph.
+
+Private torch API used here (read in 2.13): what `nn.Module` keeps under `_parameters`, `_modules` and in
+its four `_*_hooks`.
 """
 
 from __future__ import annotations

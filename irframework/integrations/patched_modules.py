@@ -5,6 +5,9 @@ A patch changes the `__class__` of one module to a subclass made here, and nothi
 and pickled (by its original class, so the reader needs irframework). Which modules are patched, and whether a patch
 is right, is decided in `transformers.py` and `verification.py`; merged MLP weights live in `merged_weights.py`; the
 rewriting of attention forwards in `rotary_call.py`.
+
+Private torch API used here (read in 2.13): what `nn.Module` keeps under `_modules`, `_forward_hooks`,
+`_forward_pre_hooks` and `_apply`.
 """
 
 from __future__ import annotations

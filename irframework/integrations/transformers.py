@@ -6,6 +6,9 @@ in: `patched_modules.py`; comparisons: `verification.py`. Families that are test
 gemma2, gemma3, phi3, smollm3, olmo2; others are tried all the same and judged by the comparison.
 
 What is not touched: attention itself (its products, its cache, its masks), embeddings, mixture-of-experts routing.
+
+Private torch API used here (read in 2.13): what `nn.Module` keeps under `_parameters`, `_modules`,
+`_forward_hooks` and `_forward_pre_hooks`.
 """
 
 from __future__ import annotations

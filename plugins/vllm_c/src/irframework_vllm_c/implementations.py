@@ -62,7 +62,7 @@ def rotary_embedding(
     head_size: int,
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See `irframework.KERNELS.rotary_embedding`. A position outside the cache is a RuntimeError."""
+    """See `irframework.ops.rotary_embedding`. A position outside the cache is a RuntimeError."""
     if key is None:
         rotated = KERNELS.rotary_embedding_query.default(positions, query, cos_sin_cache, head_size, is_neox)
         return rotated, query.new_empty(0)

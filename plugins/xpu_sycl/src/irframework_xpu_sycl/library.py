@@ -1,6 +1,8 @@
 """Owns finding and loading vllm-xpu-kernels, and the check that its ops are those that this plugin calls.
 
 Knows nothing of irframework.
+
+Private torch API used here (read in 2.13): `_schema` of an `OpOverload`.
 """
 
 import functools
