@@ -66,11 +66,15 @@ class Decision:
     provider: str
     candidates: tuple[Candidate, ...]
 
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return one row per candidate: `->` at the chosen one, provider, origin, and why it is not chosen."""
+        return [
+            ("->" if c.provider == self.provider else "", c.provider, c.origin, c.reason or "chosen")
+            for c in self.candidates
+        ]
+
     def __str__(self) -> str:
-        rows = [("", "provider", "origin", "")]
-        for candidate in self.candidates:
-            mark = "->" if candidate.provider == self.provider else ""
-            rows.append((mark, candidate.provider, candidate.origin, candidate.reason or "chosen"))
+        rows = [("", "provider", "origin", ""), *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return f"{self.op}: {self.provider} ({self.impl.source})\n" + "\n".join(lines)

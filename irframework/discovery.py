@@ -3,7 +3,8 @@
 Owns how the entry points `irframework.plugins` are read from the metadata of distributions, however broken some of
 those are. Imports no plugin and does not load them: see `plugins.py`.
 
-Private API used here: `__spec__._initializing` of a module that is being imported (importlib of Python 3.10 to 3.14).
+Private API used here: `__spec__._initializing` of a module that is being imported (importlib of Python 3.10 to 3.14),
+and `_path` of a distribution (importlib_metadata 7 to 10), for messages only.
 """
 
 import logging
@@ -27,7 +28,7 @@ def discover() -> list[Any]:
             try:
                 found += dist.entry_points.select(group=GROUP)
             except Exception as error:
-                logger.warning("The metadata at %s cannot be read: %s", getattr(dist, "_path", "?"), cause(error))
+                logger.warning("The metadata at %s cannot be read: %s", location_of(dist) or "?", cause(error))
     return sorted(found, key=lambda entry: (entry.name, entry.value))
 
 
@@ -42,6 +43,11 @@ def stated(dist: Any, what: str) -> str:
         return str(getattr(dist, what, None) or "?")
     except Exception:  # no METADATA file, or one that cannot be read
         return "?"
+
+
+def location_of(dist: Any) -> str:
+    """Return where the metadata of a distribution lie, or an empty string where that is not known."""
+    return str(getattr(dist, "_path", ""))
 
 
 def cause(error: BaseException) -> str:

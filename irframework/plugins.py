@@ -9,7 +9,6 @@ Private torch API used here (read in 2.11 and 2.13): `torch.utils._python_dispat
 """
 
 import contextlib
-import difflib
 import logging
 import os
 import threading
@@ -19,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from irframework.discovery import being_imported, cause, discover, stated
-from irframework.errors import PluginError
+from irframework.discovery import being_imported, cause, discover, location_of, stated
+from irframework.errors import PluginError, suggest
 from irframework.registry import Transaction, registry
 from irframework.settings import effective, settings
 
@@ -195,26 +194,33 @@ def _load_all(entries: list[Any]) -> None:
 
 def _found(entry: Any) -> _Plugin:
     dist = entry.dist
-    location = str(getattr(dist, "_path", "")) if dist is not None else ""
-    plugin = _Plugin(entry, stated(dist, "name"), stated(dist, "version"), location)
+    plugin = _Plugin(entry, stated(dist, "name"), stated(dist, "version"), location_of(dist))
     plugin.transaction = Transaction(plugin.name)
     return plugin
 
 
+def listed_and_not_installed(installed: list[str]) -> list[tuple[str, str]]:
+    """Return what is wrong with the two lists of plugins: the variable, and a sentence about a name in it.
+
+    Args:
+        installed: Names of all installed plugins.
+    """
+    lists = {
+        "IRFRAMEWORK_PLUGINS": settings().plugins or (),
+        "IRFRAMEWORK_DISABLE_PLUGINS": settings().disable_plugins,
+    }
+    return [
+        (variable, f"names the plugin {name!r}, which is not installed.{suggest(name, installed)}")
+        for variable, listed in lists.items()
+        for name in listed
+        if name not in installed
+    ]
+
+
 def _apply_lists(found: list[_Plugin]) -> None:
     allowed, disabled = settings().plugins, settings().disable_plugins
-    names = [plugin.name for plugin in found]
-    for variable, listed in (("IRFRAMEWORK_PLUGINS", allowed or ()), ("IRFRAMEWORK_DISABLE_PLUGINS", disabled)):
-        for name in listed:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-                logger.warning(
-                    "%s names the plugin %r, which is not installed.%s Installed: %s.",
-                    variable,
-                    name,
-                    f" Did you mean {' or '.join(map(repr, close))}?" if close else "",
-                    ", ".join(names) or "none",
-                )
+    for variable, text in listed_and_not_installed([plugin.name for plugin in found]):
+        logger.warning("%s %s", variable, text)
     for plugin in found:
         if plugin.status == "found" and allowed is not None and plugin.name not in allowed:
             plugin.status, plugin.reason = "disabled", "not in IRFRAMEWORK_PLUGINS"
@@ -299,8 +305,9 @@ def _register_impls(plugin: _Plugin) -> None:
 def _check_defaults(plugin: _Plugin) -> None:
     """Ask for the current platform's defaults now, so that a fault in them is found while loading."""
     from irframework.platform import as_lists, current_platform
+    from irframework.priority import MODES
 
-    for mode in ("eager", "inductor"):
+    for mode in MODES:
         as_lists(_call(plugin, "irframework_default_priorities", platform=current_platform(), mode=mode))
 
 

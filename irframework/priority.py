@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MODES = ("eager", "inductor")  # what a platform's defaults are asked for
 Providers = str | Iterable[str]
 EMPTY: Mapping[str, tuple[str, ...]] = {}
 

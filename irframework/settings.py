@@ -114,7 +114,8 @@ def settings() -> Settings:
             values[variable.name.lower()] = variable.default if text is None else variable.parse(text)
         except ValueError as error:
             raise ConfigError(f"Environment variable {full}={text!r}: {error}. It means: {variable.meaning}.") from None
-    _warn_about_typos()
+    for name, meant in misspelt_variables():
+        logger.warning("Environment variable %s is not known to irframework. Did you mean %s?", name, meant)
     if values["logging_level"] is not None:
         _set_level(str(values["logging_level"]))
     return Settings(**values)  # type: ignore[arg-type]
@@ -130,11 +131,12 @@ def _set_level(level: str) -> None:
         ours.addHandler(handler)
 
 
-def _warn_about_typos() -> None:
-    """Warn about variables that look like ours and are not; a plugin's own variables look like nothing we know."""
+def misspelt_variables() -> list[tuple[str, str]]:
+    """Return variables that look like ours and are not, each with the one that was probably meant.
+
+    A plugin's own variables look like nothing we know.
+    """
     known = [PREFIX + variable.name for variable in VARIABLES]
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            if close:
-                logger.warning("Environment variable %s is not known to irframework. Did you mean %s?", name, close[0])
+    ours = [name for name in sorted(os.environ) if name.startswith(PREFIX) and name not in known]
+    close = [(name, difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in ours]
+    return [(name, found[0]) for name, found in close if found]

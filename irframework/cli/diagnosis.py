@@ -5,7 +5,6 @@ Owns the collection, as values; `doctor` prints them. A finding is a problem (th
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform as machine
 import sys
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
     from irframework.plugins import PluginInfo
 
-MODES = ("eager", "inductor")
 _SHAPE = (8, 4096)
 
 
@@ -91,11 +89,12 @@ def diagnose() -> Diagnosis:
     """
     from irframework.discovery import GROUP
     from irframework.plugins import plugins
+    from irframework.priority import MODES
     from irframework.registry import all_ops
 
     infos = tuple(plugins())
     ops = all_ops()
-    findings = [*_plugin_findings(infos), *_setting_findings(), *_platform_findings()]
+    findings = [*_plugin_findings(infos), *_setting_findings(infos), *_platform_findings()]
     findings += [
         Finding("problem", "metadata", text) for text in installed_metadata.problems(installed_metadata.scan(GROUP))
     ]
@@ -153,25 +152,15 @@ def _plugin_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
         yield Finding("note", "plugins", "no plugin is installed: every op runs native")
 
 
-def _setting_findings() -> Iterator[Finding]:
-    from irframework.discovery import discover
-    from irframework.settings import PREFIX, VARIABLES, settings
+def _setting_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
+    from irframework.plugins import listed_and_not_installed
+    from irframework.settings import PREFIX, misspelt_variables, settings
 
-    known = [PREFIX + variable.name for variable in VARIABLES]
-    for name in sorted(os.environ):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.8) if name.startswith(PREFIX) else []
-        if name not in known and close:
-            yield Finding("problem", name, f"there is no such setting; did you mean {close[0]}?")
-    installed = [str(entry.name) for entry in discover()]
-    current = settings()
-    for variable, listed in (("PLUGINS", current.plugins or ()), ("DISABLE_PLUGINS", current.disable_plugins)):
-        for name in listed:
-            if name not in installed:
-                close = difflib.get_close_matches(name, installed, n=3, cutoff=0.5)
-                hint = f"; did you mean {' or '.join(close)}?" if close else ""
-                text = f"names the plugin {name!r}, which is not installed{hint} (installed: {', '.join(installed)})"
-                yield Finding("problem", PREFIX + variable, text)
-    if current.plugins == () and installed:
+    for name, meant in misspelt_variables():
+        yield Finding("problem", name, f"there is no such setting; did you mean {meant}?")
+    for variable, text in listed_and_not_installed([info.name for info in infos]):
+        yield Finding("problem", variable, text)
+    if settings().plugins == () and infos:
         yield Finding("note", PREFIX + "PLUGINS", "is empty, so no plugin is loaded")
 
 
@@ -214,7 +203,7 @@ def _decide(op: IrOp, mode: str) -> DecisionNow | Finding:
 def _reach_findings(op: IrOp) -> Iterator[Finding]:
     """Implementations that no call can reach in any mode, and those that no list names."""
     from irframework.platform import current_platform
-    from irframework.priority import entries_for
+    from irframework.priority import MODES, entries_for
 
     devices = tuple(dict.fromkeys((*current_platform().device_types, "cpu")))
     named = {e.provider for d in devices for m in MODES for e in entries_for(op, d, m) if e.origin != "registered"}

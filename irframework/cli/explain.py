@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 
-_DTYPE_NAMES = ("float32", "bfloat16", "float16", "float64", "fp32", "bf16", "fp16", "fp64")
-MODES = ("eager", "inductor")
+from irframework.cli.dtype_names import DTYPE_NAMES, dtype_called
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options, one `--ir-op-priority.<op>` per op included."""
     from irframework.config import add_cli_args
+    from irframework.priority import MODES
 
     parser.add_argument("op", help="name of the op, e.g. rms_norm")
     parser.add_argument(
         "--shape", type=shape, default=(8, 4096), metavar="8x4096", help="of the op's first tensor (default: 8x4096)"
     )
-    parser.add_argument("--dtype", choices=_DTYPE_NAMES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32")
     parser.add_argument("--device", default="cpu", help="a device type; it need not be here (default: cpu)")
     parser.add_argument("--mode", choices=MODES, default="eager", help="whose default priorities count")
     add_cli_args(parser)
@@ -50,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     configure(KernelConfig.from_cli_args(arguments))
     op = find_op(arguments.op)
-    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-    dtype = getattr(torch, names.get(arguments.dtype, arguments.dtype))
+    dtype = dtype_called(arguments.dtype)
     try:
         torch.device(arguments.device)
     except RuntimeError as error:
@@ -68,13 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**decision.to_dict(), **call}, indent=2))
         return 0
-    rows = [
-        ("->" if c.provider == decision.provider else "", c.provider, c.origin, c.reason or "chosen")
-        for c in decision.candidates
-    ]
     sizes = "x".join(map(str, arguments.shape))
     print(f"{op.name}{op.schema}")
     what = f"{sizes}, {call['dtype']}, {arguments.device}, {arguments.mode}"
     print(f"{what}: {decision.provider}, {decision.impl.source}")
-    print_table("Candidates, in the order in which they are asked", ("", "provider", "origin", "decision"), rows)
+    columns = ("", "provider", "origin", "decision")
+    print_table("Candidates, in the order in which they are asked", columns, decision.rows())
     return 0

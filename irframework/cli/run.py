@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from irframework.cli.dtype_names import DTYPE_NAMES, dtype_called
+
 if TYPE_CHECKING:
     from irframework.cli.decisions import DecisionRow
     from irframework.cli.generation import Generation, Generator
     from irframework.integrations.model_source import LoadedModel
     from irframework.integrations.patch_report import PatchReport
-
-_DTYPE_NAMES = ("float32", "bfloat16", "float16", "fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", default="What is the capital of France?")
     parser.add_argument("--max-new-tokens", type=_positive, default=32, metavar="N")
-    parser.add_argument("--dtype", choices=_DTYPE_NAMES, default="float32")
+    parser.add_argument("--dtype", choices=[name for name in DTYPE_NAMES if not name.endswith("64")], default="float32")
     parser.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
     parser.add_argument("--mode", choices=("eager", "compile"), default="eager")
     parser.add_argument(
@@ -56,13 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; 0, or an `IrError` that the entry turns into 1."""
     from irframework.cli.tables import progress
     from irframework.config import KernelConfig, configure
-    from irframework.integrations.model_source import DTYPES, load_model
+    from irframework.integrations.model_source import load_model
     from irframework.integrations.transformers import apply
 
     configure(KernelConfig.from_cli_args(arguments))
     with progress(f"loading {arguments.model}"):
         loaded = load_model(
-            arguments.model, dtype=DTYPES[arguments.dtype], device=arguments.device, seed=arguments.seed
+            arguments.model, dtype=dtype_called(arguments.dtype), device=arguments.device, seed=arguments.seed
         )
     if arguments.compare:
         from irframework.cli.compare import run_comparison

@@ -31,14 +31,6 @@ from irframework.integrations.random_models import RANDOM_MODELS
 
 PACKAGED = "smollm2"
 _RANDOM = "random:"
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -81,7 +81,7 @@ def test_an_allow_list_that_names_nothing_is_a_problem(process: Process, distrib
     distribution("good", IMPLEMENTATION.format(provider="good", more=""))
     code, document = doctor(process, IRFRAMEWORK_PLUGINS="goood")
     assert code == 1
-    assert "did you mean good" in problems(document)["IRFRAMEWORK_PLUGINS"]
+    assert "Did you mean 'good'" in problems(document)["IRFRAMEWORK_PLUGINS"]
 
 
 def test_a_misspelt_setting_is_a_problem(process: Process) -> None:
