@@ -6,11 +6,9 @@ Run it in the root of the repository, on the machine with the GPU:
     python benchmarks/gpu_check.py --rows 1,16,64,256,1024,2048,8192,32768 --columns 2048,4096,5120,8192 --no-checks
     python benchmarks/gpu_check.py --providers triton --no-compile --no-times --json check.json
 
-Nothing needs to be installed: `source_tree` puts the repository and the sources under plugins/ on the path, so that
-entry points are found (the plugins, the backend `irframework`). What the machine lacks is installed before, e.g.
-
-    python -m pip install --no-index --no-deps --target /tmp/site .whl/*.whl && export PYTHONPATH=/tmp/site
-with pydantic, pydantic_core, typing_inspection and importlib_metadata, and vllm_c's wheel for its kernels.
+Of this repository nothing needs to be installed: `source_tree` puts it and the sources under plugins/ on the path, so
+that entry points are found (the plugins, the backend `irframework`). Needed are torch, pluggy, pydantic and
+importlib_metadata; kernels that are compiled (`vllm_c`) take part where their wheel is installed.
 
 Numerics: `units` is the largest error, in units of the dtype's precision relative to the exact value (or to a tenth of
 the result's root mean square, where the value is smaller); native's own is beside it. A check fails above

@@ -20,7 +20,7 @@ def no_leftover_compilation() -> Any:
 
 @pytest.mark.slow
 def test_the_default_answer_names_paris(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="gguf is not installed")
     assert main(["run"]) == 0
     captured = capsys.readouterr()
     assert "Paris" in captured.out.splitlines()[0]
@@ -114,8 +114,8 @@ def test_wrong_usage(arguments: tuple[str, str]) -> None:
 
 
 def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*TINY, "--json"])
-    json.loads(capsys.readouterr().out)
+    assert main([*TINY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == TINY[2]
 
 
 def test_a_model_that_nothing_fits_is_spoken_up_about(capsys: pytest.CaptureFixture[str]) -> None:
