@@ -41,6 +41,8 @@ import torch.nn.functional as F  # noqa: E402
 from irframework_vllm_c import library  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+import irframework as ir  # noqa: E402
+
 ROWS = (1, 64, 1024, 4096)
 WIDTHS = (576, 4096, 8192)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,23 +66,12 @@ class Line:
     op_to_ours: tuple[float, float, float]
 
 
-def native_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    hidden = x.float()
-    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + EPSILON)
-    return (hidden.to(weight.dtype) * weight).to(x.dtype)
-
-
-def native_fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return native_rms_norm(total, weight), total
-
-
-def native_silu_and_mul(x: Tensor) -> Tensor:
+def torch_silu_and_mul(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return F.silu(x[..., :half]) * x[..., half:]
 
 
-def native_gelu_and_mul(x: Tensor) -> Tensor:
+def torch_gelu_and_mul(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return F.gelu(x[..., :half]) * x[..., half:]
 
@@ -88,14 +79,15 @@ def native_gelu_and_mul(x: Tensor) -> Tensor:
 def calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[str, Call]) -> dict[str, Call]:
     """What takes part for one shape: a call without arguments by contestant."""
     kernels = torch.ops.irframework_vllm_c
+    definition: Callable[..., object] = getattr(ir.ops, op).native
     x = torch.randn(rows, width).to(dtype)
     weight = torch.randn(width).to(dtype)
     if op == "rms_norm":
         return {
             "ours": lambda: kernels.rms_norm.default(x, weight, EPSILON),
             "op": lambda: F.rms_norm(x, (width,), weight, EPSILON),
-            "native": lambda: native_rms_norm(x, weight),
-            "inductor": lambda: compiled[op](x, weight),
+            "native": lambda: definition(x, weight, EPSILON),
+            "inductor": lambda: compiled[op](x, weight, EPSILON),
         }
     if op == "fused_add_rms_norm":
         # In place on zeros with a weight of ones: the values stay bounded however often it runs.
@@ -104,19 +96,19 @@ def calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[
         return {
             "ours": lambda: kernels.fused_add_rms_norm.default(target, residual, ones, EPSILON),
             "op": lambda: F.rms_norm(x + residual, (width,), weight, EPSILON),
-            "native": lambda: native_fused_add_rms_norm(x, residual, weight),
-            "inductor": lambda: compiled[op](x, residual, weight),
+            "native": lambda: definition(x, residual, weight, EPSILON),
+            "inductor": lambda: compiled[op](x, residual, weight, EPSILON),
         }
     wide = torch.randn(rows, 2 * width).to(dtype)
-    native = {"silu_and_mul": native_silu_and_mul, "gelu_and_mul": native_gelu_and_mul}[op]
+    function = {"silu_and_mul": torch_silu_and_mul, "gelu_and_mul": torch_gelu_and_mul}[op]
     ours = {
         "silu_and_mul": lambda: kernels.silu_and_mul.default(wide),
         "gelu_and_mul": lambda: kernels.gelu_and_mul.default(wide, False),
     }[op]
     return {
         "ours": ours,
-        "op": lambda: native(wide),
-        "native": lambda: native(wide),
+        "op": lambda: function(wide),
+        "native": lambda: definition(wide),
         "inductor": lambda: compiled[op](wide),
     }
 
@@ -153,12 +145,6 @@ def ratio(theirs: list[list[float]], ours: list[float]) -> tuple[float, float, f
 
 def lines(args: argparse.Namespace) -> list[Line]:
     """Measures everything that was asked for, printing each line when it is known."""
-    compiled = {
-        "rms_norm": native_rms_norm,
-        "fused_add_rms_norm": native_fused_add_rms_norm,
-        "silu_and_mul": native_silu_and_mul,
-        "gelu_and_mul": native_gelu_and_mul,
-    }
     found = []
     for threads in args.threads:
         torch.set_num_threads(threads)
@@ -167,7 +153,7 @@ def lines(args: argparse.Namespace) -> list[Line]:
                 for width in args.width:
                     # One artefact per shape and number of threads: what Inductor does best.
                     torch._dynamo.reset()
-                    artefacts = {args.op: torch.compile(compiled[args.op], dynamic=False)}
+                    artefacts = {args.op: torch.compile(getattr(ir.ops, args.op).native, dynamic=False)}
                     times = measure(calls_of(args.op, rows, width, DTYPES[dtype], artefacts), args.rounds, args.seconds)
                     line = Line(
                         args.op,
