@@ -613,7 +613,7 @@ def test_forward_mode_derivative_is_not_lost(declare, times):
 def test_call_without_modes_or_gradients_does_not_enter_the_torch_dispatcher(declare):
     op = declare()
     op(torch.ones(1))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:  # without it, torch 2.11 warns
         op(torch.ones(1))
         with torch.inference_mode():
             op(torch.ones(1))
@@ -625,3 +625,62 @@ def test_registry_generation_grows_with_every_change(declare):
     op = declare()
     provide(op, "a", 1.0)
     assert registry.generation > before
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x.double(), lambda x: x[:1] + 0, lambda x: x.to("meta")], ids=["dtype", "shape", "device"]
+)
+def test_first_output_is_held_to_what_native_promises(declare, wrong):
+    op = declare()
+    op.register_impl("p")(lambda x, weight=None, epsilon=1e-6: wrong(x))
+    with pytest.raises(errors.ImplementationContractError, match="where the op promises"):
+        op(torch.ones(2, 4))
+
+
+def test_native_says_what_is_wrong_with_arguments_that_a_kernel_refuses():
+    def refuses(x, weight, epsilon, variance_size=None):
+        if variance_size is not None:
+            raise RuntimeError("kernel: 17")
+        return torch.zeros_like(x)
+
+    x = torch.ones(2, 4)
+    op = ir.ops.rms_norm
+    op.register_impl("refuses")(refuses)
+    try:
+        with ir.priority(rms_norm="refuses"):
+            for _ in range(3):  # first by the resolver, then by the generated dispatcher
+                with pytest.raises(errors.ArgumentError, match="variance_size=5"):
+                    op(x, None, 1e-6, 5)
+                with pytest.raises(RuntimeError, match="kernel: 17"):  # native would take it
+                    op(x, None, 1e-6, 2)
+                op(x, None, 1e-6)
+    finally:
+        op.unregister_impl("refuses")
+
+
+def test_complex_number_is_no_float():
+    with pytest.raises(errors.ArgumentError, match="'epsilon' must be a number"):
+        ir.ops.rms_norm(torch.ones(2, 4), None, 1j)
+
+
+def test_autograd_learns_that_donated_memory_was_overwritten(declare):
+    op = declare(joined, allow_inplace=True)
+
+    @op.register_impl("silent", inplace=True)
+    def silent(x, x_residual, weight=None):  # as a kernel in C++: torch does not see that it writes
+        return x, x_residual
+
+    for _ in range(3):
+        saved = torch.ones(2, requires_grad=True).exp()
+        with torch.no_grad():
+            op.maybe_inplace(saved.detach(), torch.ones(2))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+
+
+def test_donated_inference_tensor_outside_inference_mode_is_copied(inplace_op):
+    with torch.inference_mode():
+        pairs = [(torch.ones(2), torch.ones(2)) for _ in range(3)]
+    for x, residual in pairs:
+        y, r = inplace_op.maybe_inplace(x, residual)
+        assert (y.tolist(), r.tolist()) == ([4, 4], [2, 2])

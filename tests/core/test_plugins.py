@@ -385,7 +385,8 @@ def test_defaults_of_two_plugins_both_stay_in_order_of_their_names(tmp_path):
     write_distribution(tmp_path, "m-second", body.format(provider="aaa", value=1))
     write_distribution(tmp_path, "l-first", body.format(provider="zzz", value=2))
     write_distribution(tmp_path, "k-none", RMS_NORM.format(provider="bbb", value=3))
-    assert answer(run_python(PLATFORM, tmp_path)) == ["cpu", ["zzz", "aaa", "bbb", "native"], 2.0]
+    found = answer(run_python(PLATFORM, tmp_path, IRFRAMEWORK_PLATFORM="cpu"))
+    assert found == ["cpu", ["zzz", "aaa", "bbb", "native"], 2.0]
 
 
 def test_defaults_hook_that_fails_later_quarantines_its_plugin_then(tmp_path):
@@ -404,7 +405,7 @@ def test_defaults_hook_that_fails_later_quarantines_its_plugin_then(tmp_path):
                           float(ir.ops.rms_norm(torch.ones(1, 4), None, 1e-6)[0, 0]) < 1.5,
                           [p.status for p in ir.plugins() if p.name == "l-late"]]))
     """
-    done = run_python(code, tmp_path)
+    done = run_python(code, tmp_path, IRFRAMEWORK_PLATFORM="cpu")
     assert answer(done) == [["late", "native"], ["native"], ["native"], True, ["quarantined"]]
     assert "too late" in done.stderr
 
@@ -502,3 +503,65 @@ def test_plugin_that_was_written_for_an_older_op_still_loads(tmp_path):
 
 def test_header_is_what_the_documentation_says():
     assert HEADER.startswith("IRFRAMEWORK_API = 1")
+
+
+def test_entry_point_that_is_no_object_reference_breaks_nothing(tmp_path):
+    write_distribution(tmp_path, "a-good", GOOD)
+    write_distribution(tmp_path, "b-broken", "", entry="b-broken = not a module!")
+    got = answer(run_python(SHOW, tmp_path))
+    assert got["plugins"]["a-good"][0] == "loaded"
+    assert got["plugins"]["b-broken"][0] == "quarantined"
+
+
+def test_plugin_that_raises_no_exception_but_a_skip_is_quarantined(tmp_path):
+    write_distribution(tmp_path, "b-good", GOOD)
+    write_distribution(tmp_path, "a-skips", "class Skipped(BaseException): ...\nraise Skipped('not here')")
+    assert answer(run_python(SHOW, tmp_path))["plugins"]["a-skips"][0] == "quarantined"
+
+
+def test_failed_plugin_leaves_nothing_on_the_ops_of_others(tmp_path):
+    write_distribution(tmp_path, "a-good", GOOD)
+    body = """
+        import torch
+        @ir.hookimpl
+        def irframework_register_impls():
+            op = ir.ops.rms_norm
+            for provider in list(op.registered):
+                op.unregister_impl(provider)
+            op.register_fake(lambda x, weight, epsilon, variance_size=None: x.double())
+            op.register_backward(lambda grads, *args: (None, None))
+            op.register_input_generator(lambda **options: ())
+            op.override_tolerance(torch.float32, atol=1e9, rtol=0.0)
+            ir.configure(ir.KernelConfig(ir_op_priority={"rms_norm": ["native"]}))
+            raise RuntimeError("after all that")
+    """
+    write_distribution(tmp_path, "z-meddles", body)
+    code = """
+        import json, torch, irframework as ir
+        op = ir.ops.rms_norm
+        ir.load_plugins()
+        print(json.dumps([sorted(op.impls), op.fake is None, op.backward is None, op.input_generator.__name__,
+                          op.get_tolerance(torch.float32).atol, ir.current_config().ir_op_priority]))
+    """
+    found = answer(run_python(code, tmp_path))
+    assert found == [["native", "pa"], True, True, "_rms_norm_inputs", 1e-5, {}]
+
+
+@pytest.mark.parametrize("hook", ["irframework_passes(stage)", "irframework_compiler(platform)"])
+def test_hook_that_fails_while_compiling_names_its_plugin(tmp_path, hook):
+    write_distribution(tmp_path, "a-late", f"@ir.hookimpl\ndef {hook}:\n    raise RuntimeError('boom')\n")
+    code = """
+        import json, irframework as ir
+        from irframework.plugins import compiler_passes, load_plugins, platform_compiler
+        load_plugins()
+        said = []
+        for ask in (lambda: compiler_passes("before_lowering"), lambda: platform_compiler(ir.current_platform())):
+            try:
+                ask()
+            except ir.errors.PluginError as error:
+                said.append(str(error))
+        print(json.dumps(said))
+    """
+    (said,) = answer(run_python(code, tmp_path))
+    assert "plugin 'a-late' (a-late 1.0" in said
+    assert "RuntimeError: boom" in said

@@ -64,6 +64,7 @@ def test_condition_that_looks_at_the_batch_is_an_error_too(declare):
         decide(op, symbolic(ShapeEnv(), 5))
 
 
+@pytest.mark.skipif(not hasattr(ShapeEnv, "error_on_new_guards"), reason="torch 2.11 cannot freeze a shape environment")
 def test_frozen_shape_environment_is_not_taken_for_a_rejection(declare):
     op, env = declare(), ShapeEnv()
     op.register_impl("curious", supports_args=lambda x, weight=None, epsilon=1e-6: x.shape[0] > 8)(
