@@ -135,6 +135,8 @@ def _kept(value: Any) -> Any:
 
 
 def _names(names: Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):
+        raise ConditionError(f"ir.supports: expected names of parameters, got {names!r}.")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -153,9 +155,15 @@ def _many(value: Any) -> tuple[Any, ...]:
 
 def _numbers(value: Any, condition: str, least: int) -> tuple[int, ...]:
     numbers = _many(value)
-    if not all(isinstance(number, int) and number >= least for number in numbers):
+    if not all(type(number) is int and number >= least for number in numbers):
         raise ConditionError(f"ir.supports({condition}=...): expected whole numbers from {least} on, got {value!r}.")
     return numbers
+
+
+def _number(value: Any, condition: str, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise ConditionError(f"ir.supports({condition}=...): expected one whole number from {least} on, got {value!r}.")
+    return value
 
 
 def _build(
@@ -254,7 +262,7 @@ def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable
 
 def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, factor in value.items():
-        _numbers(factor, "multiple_of", 1)
+        _number(factor, "multiple_of", 1)
         test = f"({name}.shape and {name}.shape[-1] % {factor:d} == 0)"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension must be a multiple of {factor:d}"'
         yield Check(test, reason, (name,))
@@ -262,7 +270,7 @@ def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable
 
 def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, limit in _per_parameter(value, tensors, "max_last_dim").items():
-        _numbers(limit, "max_last_dim", 0)
+        _number(limit, "max_last_dim", 0)
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension may be at most {limit:d}"'
         yield Check(f"({name}.shape and {name}.shape[-1] <= {limit:d})", reason, (name,))
 
@@ -270,7 +278,7 @@ def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, choices in value.items():
         allowed = _many(choices)
-        if not all(
+        if not allowed or not all(
             choice is None or (isinstance(choice, (int, float, str)) and repr(choice) not in _NO_LITERALS)
             for choice in allowed
         ):

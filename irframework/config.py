@@ -156,11 +156,12 @@ def configure(config: KernelConfig) -> None:
             f"check_and_update_config of platform {current_platform().name!r} must return an ir.KernelConfig, it "
             f"returned {type(config).__name__}."
         )
-    if from_cli:
-        layers.cli = config
-    else:
-        layers.config = config
-    registry.changed()
+    place = "cli" if from_cli else "config"
+    with registry.lock:  # held while a plugin loads: what is recorded is that plugin's own
+        earlier = getattr(layers, place)
+        registry.record(lambda: setattr(layers, place, earlier))  # one that fails later leaves no configuration
+        setattr(layers, place, config)
+        registry.changed()
 
 
 def current_config() -> KernelConfig:

@@ -6,6 +6,8 @@ Owns `Decision`, `Candidate` and `Rejected`, and how a decision is shown. Does n
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from irframework.errors import ConditionError
+
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
 
@@ -28,7 +30,12 @@ def reject(reason: str) -> Rejected:
 
     Returns:
         A falsy value that carries the reason.
+
+    Raises:
+        ConditionError: The reason is not a text.
     """
+    if not isinstance(reason, str) or not reason:
+        raise ConditionError(f"ir.reject expects the reason as a text, got {reason!r:.60}.")
     return Rejected(reason)
 
 

@@ -4,6 +4,7 @@ Owns how a plain torch function becomes an op, and what happens when the same na
 op itself: see `op.py`.
 """
 
+import inspect
 import keyword
 from collections.abc import Callable, Iterable
 from typing import Any, overload
@@ -63,9 +64,24 @@ def register_op(
     def decorate(native: Callable[..., Any]) -> IrOp:
         if not callable(native):
             raise InvalidOpError(f"register_op expects a function, got {native!r:.60}. A name is given as name=...")
-        return _declare(native, name or native.__name__, activations, allow_inplace, fuse)
+        called = getattr(native, "__name__", None) if name is None else name
+        if not isinstance(called, str):
+            raise InvalidOpError(
+                f"register_op needs a name for {native!r:.60}: give one as name=..., got {called!r:.60}."
+            )
+        given = (activations,) if isinstance(activations, str) else activations
+        _check_options(called, given, allow_inplace, fuse)
+        return _declare(native, called, given, allow_inplace, fuse)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _check_options(name: str, activations: object, allow_inplace: object, fuse: object) -> None:
+    wrong = "activations must be parameter names" if not isinstance(activations, (Iterable, type(None))) else None
+    wrong = "allow_inplace must be True or False" if not isinstance(allow_inplace, bool) else wrong
+    wrong = "fuse must be True, False or ir.supports(...)" if not isinstance(fuse, (bool, Supports)) else wrong
+    if wrong is not None:
+        raise InvalidOpError(f"Op {name!r}: {wrong}.")
 
 
 def _declare(
@@ -88,9 +104,13 @@ def _declare(
                 f"Op {name!r} is already declared{who} at {earlier.source}, and again at {place}. "
                 "Choose another name, or register an implementation of the existing op."
             )
+        if inspect.iscoroutinefunction(native) or inspect.isgeneratorfunction(native):
+            raise InvalidOpError(f"Op {name!r} ({place}): its function must return its result, not a coroutine.")
         signature, schema = torch_ops.schema_of(native, name, place)
         tensors = torch_ops.tensor_parameters(signature)
-        given = tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(activations)
+        given = (
+            tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(dict.fromkeys(activations))
+        )
         for parameter in given:
             if parameter not in tensors:
                 raise InvalidOpError(

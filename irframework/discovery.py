@@ -34,7 +34,11 @@ def discover() -> list[Any]:
 
 def being_imported(entry: Any) -> bool:
     """Whether a program imports the plugin's module right now, and the module uses irframework meanwhile."""
-    return bool(getattr(getattr(sys.modules.get(entry.module), "__spec__", None), "_initializing", False))
+    try:
+        module = entry.module
+    except Exception:  # no object reference; loading it will say so
+        return False
+    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
 
 
 def stated(dist: Any, what: str) -> str:

@@ -93,17 +93,21 @@ def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
 
     Raises:
         UnknownOpError: There is no op of that name.
+        ArgumentError: `op` is neither an op nor a name.
         TypeError: The arguments do not fit the op's signature.
     """
     from irframework.registry import find_op
 
-    return (find_op(op) if isinstance(op, str) else op).explain(*args, **kwargs)
+    found = find_op(op) if isinstance(op, str) else op
+    if not callable(getattr(found, "explain", None)):
+        raise ArgumentError(f"ir.explain expects an op or its name first, got {op!r:.60}.")
+    return found.explain(*args, **kwargs)
 
 
 def why_never(impl: "IrOpImpl", device: str) -> str | None:
     """Why an implementation cannot be chosen for any call on a device type now, or None."""
     if not impl.supported:
-        return impl.unsupported_reason
+        return impl.unsupported_reason or "not supported"
     if impl.provider == "native":
         return None
     if device == "meta":
@@ -177,7 +181,7 @@ def tensors_of(op: "IrOp", args: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]
 
 
 _TAKEN_AS: dict[Any, tuple[type, ...]] = {  # as torch does for its own ops
-    float: (numbers.Number, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor),
+    float: (numbers.Real, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor),
     int: (numbers.Integral, torch.SymInt, torch.SymBool, Tensor),
     bool: (numbers.Number, torch.SymBool, torch.SymInt, Tensor),
     str: (str,),

@@ -107,6 +107,9 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_other_context": execution.other_context,
         "_unusual": execution.unusual,
         "_own_outputs": execution.own_outputs,
+        "_refused": execution.refused,
+        "_note_written": execution.note_written,
+        "_inference_mode": torch.is_inference_mode_enabled,
         "_predicate_raised": dispatch.predicate_raised,
         "_modes": _python_dispatch,
         "_transform": torch._C._functorch.peek_interpreter_stack,
@@ -255,6 +258,8 @@ class _Writer:
         tests = [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
         # Without gradients now, but a checkpoint may run the call again with them.
         tests += [self._unless_none(name, f"not {name}.requires_grad") for name in self.op.activations]
+        for name in self.op.activations:  # torch lets nobody write to an inference tensor outside
+            tests.append(self._unless_none(name, f"(not {name}.is_inference() or _inference_mode())"))
         seen: list[str] = []
         for name in (*self.op.activations, *(t for t in self.op.tensors if t not in self.op.activations)):
             for other in seen:
@@ -270,15 +275,18 @@ class _Writer:
         outputs = ["_y"] if self.op.num_outputs == 1 else [f"_y{i}" for i in range(self.op.num_outputs)]
         names = "".join(f"{name}, " for name in self.op.signature.parameters)
         lines = [f"{indent}_result = {call}"]
-        if impl.provider != "native" and not given:  # a kernel cannot read what torch.func wraps, and says so
+        if impl.provider != "native":
             lines = [
                 f"{indent}try:",
                 f"{indent}    _result = {call}",
-                f"{indent}except Exception:",
-                f"{indent}    if _transform() is None:",
-                f"{indent}        raise",
-                f"{indent}    return _unusual(_op, {self.donated}, ({names}))",
+                f"{indent}except Exception as _error:",
             ]
+            if not given:  # a kernel cannot read what torch.func wraps, and says so
+                lines.append(f"{indent}    if _transform() is not None:")
+                lines.append(f"{indent}        return _unusual(_op, {self.donated}, ({names}))")
+            lines += [f"{indent}    _refused(_op, ({names}), _error)", f"{indent}    raise"]
+        if given:
+            lines.append(f"{indent}_note_written({', '.join(given)})")
         repair = f"_own_outputs(_op, _result, ({names}), {self._name('_i', impl)}, {given!r})"
         if len(outputs) == 1:
             lines.append(f"{indent}_y = _result")

@@ -17,10 +17,11 @@ from torch.nn import Parameter
 
 from irframework import dispatcher
 from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
-from irframework.errors import ImplementationContractError
+from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
 from irframework.priority import current_context, entries_for
 from irframework.registry import load_plugins, registry
+from irframework.torch_ops import shape
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -131,18 +132,34 @@ def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
 def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> Any:
     """Run one implementation and hold it to what the op promises."""
     op = impl.op
+    overwritten: list[Tensor] = []
     if impl.inplace:
         values = dict(zip(op.signature.parameters, args, strict=True))
         for name in op.activations:
             value = values[name]
             if not isinstance(value, Tensor):
                 continue
-            if not (donated and _may_be_overwritten(op, name, values)):
+            if donated and _may_be_overwritten(op, name, values):
+                overwritten.append(value)
+            else:
                 values[name] = value.detach().clone(memory_format=torch.contiguous_format)
         args = tuple(values.values())
+    try:
+        result = impl.apply(args)
+    except RecursionError as error:
+        raise ImplementationContractError(
+            f"The {impl.described} calls itself without end. Where it means the op's own function, it must call "
+            f"ir.ops.{op.name}.native."
+        ) from error
+    except Exception as error:
+        refused(op, args, error)
+        raise
+    if overwritten:
+        note_written(*overwritten)
     # What was not given away was copied: either way the outputs may take over the activations' memory.
-    outputs = own_outputs(op, impl.apply(args), args, impl, op.activations if impl.inplace else ())
+    outputs = own_outputs(op, result, args, impl, op.activations if impl.inplace else ())
     if not impl.proven:
+        _check_first(impl, outputs, args)
         impl.proven = True
         op.reset_dispatch()
     return outputs
@@ -152,8 +169,80 @@ def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
     value = values[name]
     if isinstance(value, Parameter) or not value.is_contiguous() or value.requires_grad:
         return False
+    if value.is_inference() and not torch.is_inference_mode_enabled():  # torch lets nobody write to it here
+        return False
     everything = tensors_of(op, tuple(values.values()))
     return not any(other_name != name and shares_storage(value, other) for other_name, other in everything)
+
+
+def note_written(*tensors: Tensor | None) -> None:
+    """Tell autograd that tensors were overwritten: an older graph that saved one must fail, not be wrong.
+
+    A kernel that torch knows as an operator of C++ does not say so by itself.
+    """
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
+def refused(op: "IrOp", args: tuple[Any, ...], error: Exception) -> None:
+    """A kernel refused a call: where native refuses the same arguments, raise what native says instead.
+
+    Raises:
+        IrError: What is wrong with the arguments.
+    """
+    if isinstance(error, IrError):
+        return
+    try:
+        _shape_of_outputs(op, args)
+    except IrError as known:
+        raise known from error
+    except Exception:  # native has no better word for it
+        return
+
+
+def _shape_of_outputs(op: "IrOp", args: tuple[Any, ...]) -> list[Tensor]:
+    """Return outputs without data, as native makes them from arguments without data."""
+    with torch._C.DisableTorchFunction():
+        outputs = shape(op, tuple(_without_data(value) for value in args))
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_without_data(item) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _check_first(impl: "IrOpImpl", outputs: Any, args: tuple[Any, ...]) -> None:
+    """Hold the outputs of an implementation's first call to the shapes, dtypes and device that native's have.
+
+    Raises:
+        ImplementationContractError: One differs. Compiled calls are held to the same.
+    """
+    if impl.provider == "native":
+        return
+    try:
+        expected = _shape_of_outputs(impl.op, args)
+    except Exception:  # native needs values, or an implementation takes more than native does
+        return
+    device = next((tensor.device for _, tensor in tensors_of(impl.op, args) if tensor.dim() > 0), None)
+    found = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if len(found) != len(expected):
+        raise ImplementationContractError(_contract(impl.op, impl, f"returned {len(found)} outputs"))
+    for index, (output, right) in enumerate(zip(found, expected, strict=True)):
+        place = device if right.device.type == "meta" else right.device
+        if (output.shape, output.dtype) != (right.shape, right.dtype) or place not in (None, output.device):
+            raise ImplementationContractError(
+                _contract(
+                    impl.op,
+                    impl,
+                    f"returned {output.dtype}{list(output.shape)} on {output.device} as output {index}, where the op "
+                    f"promises {right.dtype}{list(right.shape)} on {place or output.device}",
+                )
+            )
 
 
 def own_outputs(

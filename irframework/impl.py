@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from irframework import codegen, symbolic
 from irframework.conditions import Check, Predicate
 from irframework.decision import Rejected
 from irframework.digest import digest_of
-from irframework.errors import SignatureError, UnknownProviderError, suggest
+from irframework.errors import ConditionError, SignatureError, UnknownProviderError, suggest
 from irframework.registry import find_op
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class IrOpImpl:
         assert callable(ask)  # narrowed by the caller
         try:
             answer = ask()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a library that it imports may exit
             logger.debug("supported() of %s raised", self.name, exc_info=True)
             return False, f"supported() raised {type(error).__name__}: {error}"
         if isinstance(answer, Rejected):
@@ -179,6 +179,32 @@ def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], di
     return positional, {name: value for name, value in named.items() if name in keyword_only}
 
 
+def device_types_of(op: str, provider: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Read the device types that an implementation is registered for.
+
+    Raises:
+        ConditionError: They are not names of device types.
+    """
+    types = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    if not types or not all(isinstance(name, str) and name.isidentifier() and name == name.lower() for name in types):
+        raise ConditionError(
+            f"Op {op!r}, provider {provider!r}: device_types must name device types without an index, e.g. "
+            f'("cpu", "cuda"); got {names!r}.'
+        )
+    return types
+
+
+def check_switches(op: str, provider: str, **switches: object) -> None:
+    """Check the options of a registration that are yes or no.
+
+    Raises:
+        ConditionError: One is neither True nor False.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConditionError(f"Op {op!r}, provider {provider!r}: {name} must be True or False, got {value!r:.60}.")
+
+
 def place_of(fn: Callable[..., Any]) -> str:
     """Return `file:line` of a function, with the file relative to the current directory when it is below it."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
@@ -206,6 +232,11 @@ def check_signature(op: "IrOp", fn: Callable[..., Any], what: str, provider: str
             f"{what} of provider {provider!r} for op {op.name!r} has no signature that can be read ({error}). "
             f"Wrap it in a function with the signature {op.name}{op.signature}."
         ) from None
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise SignatureError(
+            f"{what} of provider {provider!r} for op {op.name!r} ({place_of(fn)}) returns a coroutine or a generator, "
+            "not its result. Make it a plain function."
+        )
     ours = list(op.signature.parameters.values())
     problem = _difference(ours, theirs)
     if problem is None:

@@ -23,7 +23,7 @@ from irframework.errors import (
     InvalidOpError,
     ReservedNameError,
 )
-from irframework.impl import IrOpImpl, check_signature, declared_again, place_of
+from irframework.impl import IrOpImpl, check_signature, check_switches, declared_again, device_types_of, place_of
 from irframework.registry import find_op, load_plugins, registry
 
 NATIVE = "native"
@@ -172,7 +172,7 @@ class IrOp:
         self,
         provider: str,
         *,
-        supported: bool | Callable[[], bool | Rejected] = True,
+        supported: bool | Rejected | Callable[[], bool | Rejected] = True,
         supports_args: Predicate | Supports | None = None,
         inplace: bool = False,
         device_types: Iterable[str] | None = None,
@@ -182,8 +182,8 @@ class IrOp:
 
         Args:
             provider: Name of the provider. `native` is reserved.
-            supported: Whether the implementation can run on this machine: a bool, or a callable without arguments
-                that is asked once, at first need. An exception in it means no, and is the reason.
+            supported: Whether the implementation can run on this machine: a bool, `ir.reject(reason)`, or a callable
+                without arguments that is asked once, at first need. An exception in it means no, and is the reason.
             supports_args: Predicate with the op's signature: True, False or `ir.reject(reason)`. Or `ir.supports(...)`.
                 It may look at dtypes, ranks, strides, static sizes and numbers; not at values or the batch size.
             inplace: The implementation overwrites the op's activations and returns them.
@@ -198,7 +198,8 @@ class IrOp:
             DuplicateImplementationError: The provider has an implementation of this op already.
             SignatureError: The function or the predicate does not have the op's signature.
             InplaceError: `inplace=True` on an op without `allow_inplace`.
-            ConditionError: `supports_args` names parameters that the op does not have.
+            ConditionError: `supports_args` names parameters that the op does not have, or another option has a value
+                of the wrong kind.
         """
         if provider == NATIVE:
             raise ReservedNameError(
@@ -210,20 +211,27 @@ class IrOp:
                 f"Op {self.name!r}: register_impl expects a provider's name, got {provider!r:.60}. Write "
                 f'@ir.ops.{self.name}.register_impl("name") above the function.'
             )
-        if not provider or any(c in provider for c in ",;=? \t\n"):
+        if not provider or any(c in ",;=?" or c.isspace() for c in provider):
             raise ReservedNameError(
                 f"Op {self.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain "
                 "spaces, commas, semicolons, equal or question marks, which priority strings use."
             )
+        if isinstance(supported, Rejected):
+            reason = supported.reason
+            supported = False
+        else:
+            reason = "registered with supported=False"
+        check_switches(self.name, provider, supported=callable(supported) or supported)
+        check_switches(self.name, provider, inplace=inplace, batch_invariant=batch_invariant)
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
             impl = self._make_impl(provider, fn, supports_args)
             impl.inplace = inplace
-            impl.device_types = None if device_types is None else _device_types(self.name, provider, device_types)
+            impl.device_types = None if device_types is None else device_types_of(self.name, provider, device_types)
             impl.batch_invariant = batch_invariant
-            impl._supported = supported if callable(supported) else bool(supported)
+            impl._supported = supported
             if supported is False:
-                impl._reason = "registered with supported=False"
+                impl._reason = reason
             if inplace and not self.allow_inplace:
                 raise InplaceError(
                     f"Implementation {provider!r} ({impl.source}) is registered with inplace=True, but op "
@@ -237,6 +245,11 @@ class IrOp:
     def _make_impl(self, provider: str, fn: Callable[..., Any], condition: Any) -> IrOpImpl:
         if isinstance(fn, IrOpImpl):
             fn = fn.fn
+        if isinstance(fn, (IrOp, MaybeInplace)):
+            raise ConditionError(
+                f"register_impl({provider!r}) of op {self.name!r} was given an op, which would call itself. Give it a "
+                f"function; one that calls ir.ops.{self.name}.native runs the op's own."
+            )
         if not callable(fn):
             raise ConditionError(f"register_impl({provider!r}) of op {self.name!r} expects a function, got {fn!r}.")
         missing = check_signature(self, fn, "The implementation", provider)
@@ -284,14 +297,15 @@ class IrOp:
 
     def unregister_impl(self, provider: str) -> None:
         """Take an implementation out again (for tests and notebooks). Unknown providers are ignored."""
-        if provider != NATIVE:
+        earlier = self.registered.get(provider)
+        if provider != NATIVE and earlier is not None:
+            registry.record(lambda: self._restore(provider, earlier))
             self._restore(provider, None)
 
     def register_fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Register a shape function, used instead of native on fake tensors. It must not depend on a provider."""
         check_signature(self, fn, "The shape function", "fake")
-        self.fake = IrOpImpl(self, "shape function", fn, source=place_of(fn))
-        registry.changed()
+        self._attach(fake=IrOpImpl(self, "shape function", fn, source=place_of(fn)))
         return fn
 
     def register_backward(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,14 +315,25 @@ class IrOp:
             fn: Called as `fn(grads, *args)`: `grads` is a tuple with the gradient of each output, `args` the op's
                 arguments in order. Returns one gradient (or None) per tensor parameter, in order.
         """
-        self.backward = fn
-        registry.changed()
+        self._attach(backward=fn)
         return fn
 
     def register_input_generator(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Register the function behind `generate_inputs`; it takes (shape, dtype, device) keywords."""
-        self.input_generator = fn
+        self._attach(input_generator=fn)
         return fn
+
+    def _attach(self, **values: Any) -> None:
+        """Set attributes of the op; a plugin that fails later loses them again."""
+        with registry.lock:
+            earlier = {name: getattr(self, name) for name in values}
+            registry.record(lambda: self._set(earlier))
+            self._set(values)
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+        registry.changed()
 
     def generate_inputs(
         self, *, shape: tuple[int, ...] = (8, 64), dtype: torch.dtype = torch.float32, device: str = "cpu"
@@ -332,7 +357,7 @@ class IrOp:
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
         """State how far implementations may be from native for a dtype."""
-        self.tolerances[dtype] = Tolerance(atol, rtol)
+        self._attach(tolerances={**self.tolerances, dtype: Tolerance(atol, rtol)})
 
     def get_tolerance(self, dtype: torch.dtype) -> Tolerance:
         """Return how far implementations may be from native; exact for dtypes that are not floating point."""
@@ -365,13 +390,6 @@ class IrOp:
     def reset_dispatch(self) -> None:
         """Forget the generated dispatchers; they are made anew at the next call."""
         dispatcher.reset(self)
-
-
-def _device_types(op: str, provider: str, names: Iterable[str]) -> tuple[str, ...]:
-    types = (names,) if isinstance(names, str) else tuple(names)
-    if not types or not all(isinstance(name, str) and name for name in types):
-        raise ConditionError(f"Op {op!r}, provider {provider!r}: device_types must name device types, got {names!r}.")
-    return types
 
 
 def _maybe_inplace_named(name: str) -> Any:

@@ -239,7 +239,9 @@ def _attempt(plugin: _Plugin, step: Callable[[_Plugin], None]) -> None:
     try:
         with registry.registering(plugin.transaction):
             step(plugin)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and what test frameworks raise to skip
         _quarantine(plugin, cause(error), error)
     finally:
         alarm.cancel()
@@ -272,7 +274,7 @@ def _import(plugin: _Plugin) -> None:
         raise PluginError(f"{plugin.entry.value} does not say IRFRAMEWORK_API = {API_VERSION}")
     if version != API_VERSION:
         raise PluginError(
-            f"it is written for version {version} of the plugin API, this irframework speaks version {API_VERSION}; "
+            f"it is written for version {version!r} of the plugin API, this irframework speaks version {API_VERSION}; "
             f"install a version of {plugin.dist} that fits"
         )
     plugin.module = module  # first: a registration that fails half-way is taken back too
@@ -370,14 +372,23 @@ def compiler_passes(stage: str) -> list[tuple[str, Any]]:
     return [
         (plugin.name, graph_pass)
         for plugin in _active()
-        for graph_pass in _call(plugin, "irframework_passes", stage=stage) or ()
+        for graph_pass in _call_or_name(plugin, "irframework_passes", stage=stage) or ()
     ]
 
 
 def platform_compiler(platform: "Platform") -> Any:
-    """Return the compiler that a plugin gives for a platform instead of Inductor, or None."""
+    """Return the compiler that a plugin gives for a platform instead of Inductor, or None; the first by plugin name."""
     load_plugins()
-    return manager().hook.irframework_compiler(platform=platform)
+    found = (_call_or_name(plugin, "irframework_compiler", platform=platform) for plugin in _active())
+    return next((compiler for compiler in found if compiler is not None), None)
+
+
+def _call_or_name(plugin: _Plugin, hook: str, **arguments: Any) -> Any:
+    """Call a plugin's hook while something is compiled; a failure names the plugin."""
+    try:
+        return _call(plugin, hook, **arguments)
+    except Exception as error:
+        raise PluginError(f"{hook} of {plugin.described} failed: {cause(error)}.") from error
 
 
 def _active() -> list[_Plugin]:

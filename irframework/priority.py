@@ -70,7 +70,11 @@ def parse_providers(value: Providers, op: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise PrioritySyntaxError(f"Priority of op {op!r}: expected provider names, got {value!r}.")
     providers = tuple(name.strip() for name in names)
-    if not providers or not all(providers) or any(c in name for name in providers for c in "=;"):
+    if (
+        not providers
+        or not all(name.removesuffix("?") for name in providers)
+        or any(c in name for name in providers for c in "=;")
+    ):
         raise PrioritySyntaxError(
             f"Priority of op {op!r}: {value!r} cannot be read. Write provider names separated by commas, e.g. "
             f"{op}=vllm_c,native."
@@ -93,6 +97,9 @@ def parse_priorities(value: str | Mapping[str, Providers], where: str) -> dict[s
         PrioritySyntaxError: It cannot be read.
     """
     if isinstance(value, Mapping):
+        for op in value:
+            if not isinstance(op, str):
+                raise PrioritySyntaxError(f"{where}: expected the name of an op, got {op!r:.60}.")
         return {op: parse_providers(providers, op) for op, providers in value.items()}
     if not isinstance(value, str):
         raise PrioritySyntaxError(f"{where}: expected a mapping or a string op=provider,provider, got {value!r:.60}.")
@@ -128,6 +135,11 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
 
     def __init__(self, lists: str | Mapping[str, Providers] | None = None, /, **by_op: Providers) -> None:
         parsed = parse_priorities(lists, "ir.priority") if lists is not None else {}
+        twice = sorted(set(parsed) & set(by_op))
+        if twice:
+            raise PrioritySyntaxError(
+                f"ir.priority: {', '.join(twice)} is given twice, in the first argument and by name."
+            )
         self.lists = {**parsed, **parse_priorities(by_op, "ir.priority")}
 
     def __call__(self, func: Any) -> Any:

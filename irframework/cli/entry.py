@@ -33,6 +33,7 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        _check_op_options(arguments)
         chosen = _parser(arguments[0] if arguments else None).parse_args(arguments)
         if chosen.command is None:
             _parser(None).print_help()
@@ -47,6 +48,16 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _failed(error, as_json="--json" in arguments)
+
+
+def _check_op_options(arguments: Sequence[str]) -> None:
+    """Raises `UnknownOpError`, with the closest names, for `--ir-op-priority.<op>` of an op that does not exist."""
+    start = "--ir-op-priority."
+    for argument in arguments:
+        if argument.startswith(start):
+            from irframework.registry import find_op
+
+            find_op(argument.removeprefix(start).partition("=")[0])
 
 
 def _failed(error: Exception, as_json: bool) -> int:
@@ -68,7 +79,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="irframework", description="IR ops with kernels chosen by name.")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, text in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == asked:
             command.add_argument("--json", action="store_true", help="print one JSON document on stdout")
             importlib.import_module(f"irframework.cli.{name}").add_arguments(command)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
 from irframework.cli.dtype_names import DTYPE_NAMES, dtype_called
 
@@ -34,6 +35,8 @@ def shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape; write it as 8x4096") from None
     if any(size < 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r} has a negative size")
+    if math.prod(sizes) >= 2**40:
+        raise argparse.ArgumentTypeError(f"{text!r} is larger than any memory")
     return sizes
 
 

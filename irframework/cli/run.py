@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2",
         help="smollm2 (packaged), a directory, a .gguf file, or random:NAME (random weights, e.g. random:qwen3-tiny)",
     )
-    parser.add_argument("--prompt", default="What is the capital of France?")
+    parser.add_argument("--prompt", type=_text, default="What is the capital of France?")
     parser.add_argument("--max-new-tokens", type=_positive, default=32, metavar="N")
     parser.add_argument("--dtype", choices=[name for name in DTYPE_NAMES if not name.endswith("64")], default="float32")
     parser.add_argument("--device", default="cpu", help="a torch device (default: cpu)")
@@ -41,8 +41,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also measure plain transformers, eager and compiled, on the same tokens in this process",
     )
     parser.add_argument("--repeats", type=_positive, default=5, metavar="N", help="measured runs with --compare")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights of random:NAME")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the weights of random:NAME")
     add_cli_args(parser)
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, not {value}")
+    return value
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is no text in the encoding of this terminal") from None
+    return text
 
 
 def _positive(text: str) -> int:

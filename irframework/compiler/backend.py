@@ -18,7 +18,7 @@ from irframework.compiler import guards, hooks
 from irframework.compiler.pipeline import PostPass, PrePass, run_pre_grad
 from irframework.platform import current_platform
 from irframework.plugins import platform_compiler
-from irframework.priority import option_scope
+from irframework.priority import option_scope, parse_priorities
 
 _PRIORITY_OPTION = "ir_op_priority"
 
@@ -43,7 +43,7 @@ def irframework(
         The compiled function.
     """
     rest = dict(options or {})
-    option_priority = rest.pop(_PRIORITY_OPTION, None)
+    option_priority = _priority_option(rest.pop(_PRIORITY_OPTION, None))
     with option_scope(option_priority):  # a mistake in it is found before anything is compiled
         compiler = platform_compiler(current_platform())
     guards.watch_choices()
@@ -57,6 +57,18 @@ def irframework(
     else:
         compiled = _compile_for_platform(module, example_inputs, compiler, option_priority)
     return _count_overwriting(compiled, donated) if donated else compiled
+
+
+def _priority_option(value: Any) -> Mapping[str, Any] | None:
+    """Read the compile option: all that `KernelConfig(ir_op_priority=...)` takes.
+
+    Raises:
+        PrioritySyntaxError: It cannot be read.
+    """
+    if value is None:
+        return None
+    lists = value.as_dict() if hasattr(value, "as_dict") else value
+    return parse_priorities(lists, 'options={"ir_op_priority": ...}')
 
 
 def _compile_for_platform(

@@ -39,7 +39,7 @@ def check_gguf(path: Path) -> None:
             raise ModelFileError(
                 f"{path} is truncated or damaged: its {size} bytes end inside the header ({error}); copy it again"
             ) from error
-        except ValueError as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ModelFileError(f"{path} is no GGUF file that can be read: {error}") from error
     if needed > size:
         raise ModelFileError(
@@ -78,6 +78,8 @@ def _read_gguf(file: BinaryIO) -> tuple[str, int]:
             count *= _scalar(file, "Q")
         kind, offset = _scalar(file, "I"), _scalar(file, "Q")
         end = max(end, offset + _tensor_bytes(kind, count))
+    if alignment < 1:
+        raise ValueError(f"general.alignment is {alignment}")
     data = -(-file.tell() // alignment) * alignment
     return architecture, data + end
 
@@ -138,7 +140,7 @@ def check_directory(path: Path) -> None:
     model_type = _json_object(config).get("model_type")
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedModelError(
             f"{config} says model_type {model_type!r}; the installed transformers knows no causal language model of "
             "that type (a newer transformers may)"
@@ -177,8 +179,8 @@ def _weight_files(path: Path) -> list[Path]:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (path / index).is_file():
             listed = _json_object(path / index).get("weight_map")
-            if not isinstance(listed, dict):
-                raise ModelFileError(f"{path / index} has no weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+                raise ModelFileError(f"{path / index} has no weight_map from weights to file names")
             return [path / name for name in sorted(set(listed.values()))]
     return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 

@@ -28,6 +28,11 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, variance_size: int | 
         raise ArgumentError(f"Op {op!r}: argument 'x' must have at least one dimension, it is a scalar.")
     if weight is not None:
         check_floating(op, "weight", weight)
+        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+            raise ArgumentError(
+                f"Op {op!r}: argument 'weight' must be a vector as long as a row of 'x', {x.shape[-1]}; it has shape "
+                f"{tuple(weight.shape)}."
+            )
     if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
         raise ArgumentError(
             f"Op {op!r}: variance_size={variance_size} must be between 1 and the length of a row, {x.shape[-1]}."
@@ -52,7 +57,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
         `[..., hidden]`, the dtype of x.
 
     Raises:
-        ArgumentError: x or weight is not floating point; x is a scalar; `variance_size` is larger than the row.
+        ArgumentError: x or weight is not floating point; x is a scalar; the weight is not as long as a row;
+            `variance_size` is larger than the row.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019); rounding as in Llama.
     """

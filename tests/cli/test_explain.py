@@ -80,3 +80,17 @@ def test_ops_prints_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "rotary_embedding(Tensor positions" in out
     assert "maybe_inplace gives away: x, x_residual" in out
+
+
+@pytest.mark.parametrize("option", ["--ir-op-priority.rms_nrom=native", "--ir-op-priority.rms=native"])
+def test_a_priority_for_an_unknown_op_names_the_closest(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["explain", "rms_norm", option]) == 1
+    assert "Did you mean 'rms_norm'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["99999999999999999999x4", "999999999999x99999999999"])
+def test_a_shape_beyond_all_memory_is_wrong_usage(capsys: pytest.CaptureFixture[str], shape: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["explain", "rms_norm", "--shape", shape])
+    assert leaving.value.code == 2
+    assert "larger than any memory" in capsys.readouterr().err

@@ -134,3 +134,10 @@ def test_a_reason_that_ops_share_stands_once() -> None:
     cells, notes = cells_and_notes(rows)
     assert [row[3] for row in cells] == ["elsewhere [1]", "elsewhere [1], own: too wide"]
     assert notes == ["[1] elsewhere: not on this machine"]
+
+
+@pytest.mark.parametrize("options", [("--seed", "-1"), ("--seed", str(10**30)), ("--prompt", "\udcff")])
+def test_an_option_that_torch_or_a_tokenizer_would_choke_on_is_wrong_usage(options: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", "--model", "random:llama-tiny", *options])
+    assert leaving.value.code == 2

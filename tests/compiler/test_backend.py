@@ -117,3 +117,13 @@ def test_exported_programs_keep_ops_whole_and_lower_later(add, strict):
     with add.priority("inp"):
         got = run(program.module(), *arguments)
     torch.testing.assert_close(got, add.op.native(*arguments))
+
+
+@pytest.mark.parametrize("value", ["rms_norm=native", {"rms_norm": "native"}, ir.IrOpPriorityConfig(rms_norm="native")])
+def test_priority_option_takes_what_a_configuration_takes(value):
+    def function(x):
+        return ir.ops.rms_norm(x, None, 1e-6)
+
+    x = torch.randn(2, 8)
+    compiled = torch.compile(function, backend="irframework", options={"ir_op_priority": value})
+    assert torch.allclose(compiled(x), function(x), atol=1e-5)

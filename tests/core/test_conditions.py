@@ -21,7 +21,9 @@ def op() -> ir.IrOp:
 
 def reason_of(op, conditions, *args, **kwargs):
     """Register, ask the three views of a decision, check that they agree, and return the reason."""
-    impl = op.register_impl("p", supports_args=conditions)(lambda x, w, factor=1.0, mode="a": torch.full_like(x, 77.0))
+    impl = op.register_impl("p", supports_args=conditions)(
+        lambda x, w, factor=1.0, mode="a": torch.full_like(x, 77.0, dtype=torch.float32)
+    )
     try:
         with ir.priority({op.name: "p"}):
             candidate = op.explain(*args, **kwargs).candidates[0]
@@ -287,3 +289,23 @@ def plainly(conditions, x, w, factor, mode):
 def test_inlined_dispatcher_explain_and_plain_evaluation_agree(op, conditions, x, w, factor, mode):
     found = reason_of(op, ir.supports(**conditions), x, w, factor, mode)
     assert (found is None) is plainly(conditions, x, w, factor, mode)
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        {"ndim": True},
+        {"multiple_of": {"x": True}},
+        {"multiple_of": {"x": (8, 16)}},
+        {"max_last_dim": (1, 2)},
+        {"one_of": {"mode": ()}},
+    ],
+)
+def test_value_that_no_check_can_use_is_refused(op, conditions):
+    with pytest.raises(errors.ConditionError):
+        reason_of(op, ir.supports(**conditions), X, None)
+
+
+def test_names_must_be_names():
+    with pytest.raises(errors.ConditionError, match="names of parameters"):
+        ir.supports(same_dtype=5)

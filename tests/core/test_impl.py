@@ -272,3 +272,76 @@ def test_pickled_implementation_that_is_not_here_is_named(declare):
     op.unregister_impl("p")
     with pytest.raises(errors.UnknownProviderError, match=f"{op.name}.*'p'"):
         pickle.loads(data)
+
+
+@pytest.mark.parametrize("value", [None, 0, "no"])
+@pytest.mark.parametrize("option", ["supported", "batch_invariant"])
+def test_switch_that_is_neither_true_nor_false_is_refused(declare, option, value):
+    with pytest.raises(errors.ConditionError, match=option):
+        declare().register_impl("p", **{option: value})(plain)
+
+
+def test_rejection_as_supported_is_a_no_with_its_reason(declare):
+    op = declare()
+    impl = op.register_impl("p", supported=ir.reject("needs a moon"))(plain)
+    assert (impl.supported, impl.unsupported_reason) == (False, "needs a moon")
+    assert op.dispatch(torch.ones(2)).provider == "native"
+
+
+def test_supported_that_exits_is_a_no(declare):
+    def exits():
+        raise SystemExit(3)
+
+    assert declare().register_impl("p", supported=exits)(plain).unsupported_reason == "supported() raised SystemExit: 3"
+
+
+@pytest.mark.parametrize("reason", [None, "", 5])
+def test_rejection_needs_a_reason(declare, reason):
+    def predicate(x, weight=None, epsilon=1e-6):
+        return ir.reject(reason)
+
+    with pytest.raises(errors.ConditionError, match="reason"):
+        ir.reject(reason)
+    op = declare()
+    op.register_impl("p", supports_args=predicate)(plain)
+    assert {op(torch.ones(1)).item() for _ in range(3)} == {op.native(torch.ones(1)).item()}
+    assert op.dispatch(torch.ones(1)).provider == "native"
+
+
+@pytest.mark.parametrize("types", [5, (), ("cuda:0",), ("CPU",)])
+def test_device_types_without_sense_are_refused(declare, types):
+    with pytest.raises(errors.ConditionError, match="device_types"):
+        declare().register_impl("p", device_types=types)(plain)
+
+
+async def _coroutine(x, weight=None, epsilon=1e-6):
+    return True
+
+
+def _generator(x, weight=None, epsilon=1e-6):
+    yield True
+
+
+@pytest.mark.parametrize("function", [_coroutine, _generator])
+def test_coroutine_and_generator_are_neither_implementation_nor_predicate(declare, function):
+    with pytest.raises(errors.SignatureError, match="plain function"):
+        declare().register_impl("p")(function)
+    with pytest.raises(errors.SignatureError, match="plain function"):
+        declare().register_impl("p", supports_args=function)(plain)
+
+
+def test_op_cannot_implement_itself(declare):
+    op = declare()
+    with pytest.raises(errors.ConditionError, match="native"):
+        op.register_impl("p")(op)
+
+
+def test_implementation_that_calls_its_own_op_without_end_is_told_so(declare):
+    op = declare()
+
+    @op.register_impl("p")
+    def endless(x, weight=None, epsilon=1e-6):
+        return op(x, weight, epsilon)
+
+    with pytest.raises(errors.ImplementationContractError, match=r"calls itself without end.*\.native"):
+        op(torch.ones(2))

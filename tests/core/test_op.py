@@ -393,3 +393,44 @@ def test_shape_function_replaces_native_on_fake_tensors_only(declare):
 def test_shape_function_needs_the_ops_signature(declare):
     with pytest.raises(errors.SignatureError, match="shape function"):
         declare().register_fake(lambda x, w=None: x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": 5},
+        {"name": ""},
+        {"activations": 5},
+        {"allow_inplace": "yes"},
+        {"fuse": "yes"},
+    ],
+)
+def test_option_of_the_wrong_kind_is_refused(options):
+    def function(x: Tensor) -> Tensor:
+        return x + 1
+
+    with pytest.raises(errors.InvalidOpError):
+        ir.register_op(**{"name": "test_never_declared", **options})(function)
+
+
+def test_callable_without_a_name_needs_one():
+    class Callable:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    with pytest.raises(errors.InvalidOpError, match="name="):
+        ir.register_op(Callable())
+
+
+def test_coroutine_is_no_op():
+    async def function(x: Tensor) -> Tensor:
+        return x
+
+    with pytest.raises(errors.InvalidOpError, match="coroutine"):
+        ir.register_op(function)
+
+
+@pytest.mark.parametrize("op", [5, None])
+def test_explain_wants_an_op(op):
+    with pytest.raises(errors.ArgumentError, match=r"ir\.explain expects an op"):
+        ir.explain(op, torch.ones(2))

@@ -509,3 +509,14 @@ def test_priority_object_can_be_pickled(op):
     context = pickle.loads(pickle.dumps(ir.priority({op.name: "c"})))
     with context:
         assert chosen(op) == "c"
+
+
+@pytest.mark.parametrize("lists", [{1: "native"}, {"rms_norm": "?"}])
+def test_names_that_are_none_are_refused(lists):
+    with pytest.raises(errors.PrioritySyntaxError):
+        ir.priority(lists)
+
+
+def test_op_given_twice_to_one_block_is_refused():
+    with pytest.raises(errors.PrioritySyntaxError, match="rms_norm is given twice"):
+        ir.priority({"rms_norm": "native"}, rms_norm="native")

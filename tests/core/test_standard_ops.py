@@ -541,3 +541,9 @@ def test_reloading_the_module_of_an_op_changes_nothing():
     for call in (before, before.torch_op):
         assert torch.equal(call(x, None, EPSILON), expected)
     assert before.native is module.rms_norm.native
+
+
+@pytest.mark.parametrize("weight", [torch.ones(2), torch.ones(1), torch.ones(2, 4), torch.tensor(1.0)])
+def test_weight_that_is_not_as_long_as_a_row_is_refused(weight):
+    with pytest.raises(errors.ArgumentError, match="argument 'weight' must be a vector as long as a row"):
+        ir.ops.rms_norm(torch.ones(2, 4), weight, 1e-6)

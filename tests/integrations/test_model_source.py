@@ -180,3 +180,30 @@ def test_the_global_generator_is_left_alone() -> None:
 def test_every_family_has_a_tiny_model() -> None:
     families = {name.removesuffix("-tiny") for name in RANDOM_MODELS if name.endswith("-tiny")}
     assert families == {"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "olmo2"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 3000,
+        struct.pack("<IQQ", 3, 0, 1) + text("general.alignment") + struct.pack("<II", 4, 0),
+    ],
+    ids=["endless nesting", "alignment 0"],
+)
+def test_gguf_header_without_sense_is_a_damaged_file(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + body)
+    with pytest.raises(ModelFileError, match="no GGUF file"):
+        check_gguf(tmp_path / "model.gguf")
+
+
+def test_model_type_that_is_no_name_is_unsupported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(UnsupportedModelError):
+        load(tmp_path)
+
+
+def test_index_that_maps_weights_to_no_file_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+    with pytest.raises(ModelFileError, match="weight_map"):
+        load(tmp_path)
