@@ -153,13 +153,24 @@ def _plugin_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
 
 
 def _setting_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
+    from irframework.errors import PrioritySyntaxError, suggest
     from irframework.plugins import listed_and_not_installed
+    from irframework.priority import env_priorities
+    from irframework.registry import all_ops
     from irframework.settings import PREFIX, misspelt_variables, settings
 
     for name, meant in misspelt_variables():
         yield Finding("problem", name, f"there is no such setting; did you mean {meant}?")
     for variable, text in listed_and_not_installed([info.name for info in infos]):
         yield Finding("problem", variable, text)
+    try:
+        named = env_priorities()
+    except PrioritySyntaxError:  # said where the ops are decided
+        named = {}
+    for name in named:
+        if name not in all_ops():
+            text = f"names the op {name!r}, which does not exist.{suggest(name, all_ops())}"
+            yield Finding("problem", PREFIX + "OP_PRIORITY", text)
     if settings().plugins == () and infos:
         yield Finding("note", PREFIX + "PLUGINS", "is empty, so no plugin is loaded")
 

@@ -90,6 +90,14 @@ def test_a_misspelt_setting_is_a_problem(process: Process) -> None:
     assert "IRFRAMEWORK_OP_PRIORITY" in problems(document)["IRFRAMEWORK_OP_PRIORTY"]
 
 
+def test_a_priority_for_an_unknown_op_is_a_problem(process: Process) -> None:
+    code, document = doctor(process, IRFRAMEWORK_OP_PRIORITY="zzz=native;rms_nrom=native")
+    assert code == 1
+    (said,) = [f["text"] for f in document["findings"] if "rms_nrom" in f["text"]]
+    assert "Did you mean 'rms_norm'" in said
+    assert any("'zzz'" in f["text"] for f in document["findings"])
+
+
 def test_an_unsupported_implementation_has_its_reason(process: Process, distribution: Distribution) -> None:
     body = "def here():\n    raise OSError('no libthing')\n" + IMPLEMENTATION.format(
         provider="good", more=", supported=here"
