@@ -54,8 +54,8 @@ class KernelConfig(_Model):
     Attributes:
         ir_op_priority: Providers to put in front, by op. A mapping, an `IrOpPriorityConfig`, or a string
             `rms_norm=a,b;silu_and_mul=c`.
-        fusion: Whether compiled graphs may be rewritten to use fused ops.
-        autotune: Whether providers may measure to choose between their kernels.
+        fusion: Whether compiled graphs may be rewritten to use fused ops. No pass of this version does so yet.
+        autotune: Whether providers may measure to choose between their kernels. No provider here does so yet.
         strict: Whether a plugin that fails raises instead of being quarantined.
         batch_invariant: Only implementations that are declared batch invariant may be chosen, or native.
 

@@ -50,7 +50,7 @@ def register_op(
         activations: Parameters that `maybe_inplace` gives away; default: tensors whose name starts with `x`.
         allow_inplace: Give the op a `maybe_inplace` form, and let implementations overwrite the activations.
         fuse: True if compiled graphs that compute this function's body may be replaced by the op; `ir.supports(...)`
-            also states which arguments the op's kernels may then be given.
+            also states which arguments the op's kernels may then be given. No pass of this version reads it yet.
 
     Returns:
         The op.

@@ -93,7 +93,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("STRICT", _flag, False, "1: a plugin that fails raises instead of being quarantined"),
     Variable("BATCH_INVARIANT", _flag, False, "1: only implementations declared batch invariant, or native"),
     Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
-    Variable("FUSION", _flag, True, "0: no fusion pass runs"),
+    Variable("FUSION", _flag, True, "0: no fusion pass runs (this version has none yet)"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", lambda text: text.strip() or None, None, "use this platform instead of the detected one"),
 )

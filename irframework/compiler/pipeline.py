@@ -9,6 +9,7 @@ Private torch APIs, read in 2.11 and 2.13: `_inductor.custom_graph_pass.CustomGr
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from irframework.compiler.functionalize import functionalize
 from irframework.compiler.lowering import Lowering
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
-from irframework.errors import IrError, VerifyError
+from irframework.errors import IrError, VerifyError, suggest
+from irframework.notices import say_once
 from irframework.plugins import compiler_passes
 from irframework.priority import fingerprint, option_scope
 from irframework.settings import settings
@@ -105,22 +107,42 @@ def steps_of(stage: str, lowering: Lowering) -> list[Step]:
     Fusion has its place at the head of the first stage: IR ops are whole there, and nothing is lowered yet. A
     donation that no pass used is settled always: it is part of the meaning, not an improvement.
     """
-    lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
-    if stage == BEFORE:
-        steps = [*_foreign(BEFORE), lower]
-    else:
-        steps = [
-            lower,
-            Step("materialize", lambda graph, context: materialize(graph, context.report)),
-            Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference)),
-            Step("settle_donations", lambda graph, context: settle_donations(graph)),
-            *_foreign(AFTER),
-            Step("verify", lambda graph, context: verify(graph)),
-        ]
-    disabled = set(settings().disable_passes) - {"settle_donations"}
+    steps = _all_steps(stage, lowering)
+    disabled = set(settings().disable_passes)
+    if disabled:
+        _warn_about_passes(disabled)
+        disabled.discard("settle_donations")
     if disabled & {"lower_functional", "lower_inplace"}:  # what is left on purpose is no fault
         disabled.add("verify")
     return [step for step in steps if step.name not in disabled]
+
+
+def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
+    lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
+    if stage == BEFORE:
+        return [*_foreign(BEFORE), lower]
+    return [
+        lower,
+        Step("materialize", lambda graph, context: materialize(graph, context.report)),
+        Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference)),
+        Step("settle_donations", lambda graph, context: settle_donations(graph)),
+        *_foreign(AFTER),
+        Step("verify", lambda graph, context: verify(graph)),
+    ]
+
+
+def _warn_about_passes(disabled: set[str]) -> None:
+    """Say once that IRFRAMEWORK_DISABLE_PASSES names what cannot be switched off."""
+    steps = [step for stage in (BEFORE, AFTER) for step in _all_steps(stage, Lowering(inplace=stage == AFTER))]
+    known = {step.name for step in steps} - {"settle_donations"}
+    for name in sorted(disabled - known):
+        say_once(
+            logging.WARNING,
+            ("disable_passes", name),
+            "IRFRAMEWORK_DISABLE_PASSES names %r, which is no pass that can be switched off.%s",
+            name,
+            suggest(name, known),
+        )
 
 
 def _key(steps: Sequence[Step]) -> str | None:

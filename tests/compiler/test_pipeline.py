@@ -65,6 +65,13 @@ def test_switching_a_pass_off_changes_the_key(disable):
     assert keys()[0] == before[0]
 
 
+def test_a_misspelt_pass_is_named_with_the_closest_one(disable, caplog):
+    disable("remove_copeis")
+    steps_of(AFTER, PostPass().lowering)
+    assert "'remove_copeis'" in caplog.text
+    assert "'remove_copies'" in caplog.text
+
+
 def test_eager_calls_do_not_change_the_key(add):
     before = keys()
     add.op(*tensors((4, 8), (4, 8), (8,)))
