@@ -1,6 +1,8 @@
 """Deciding a call, and what every call promises."""
 
+import importlib
 import logging
+import textwrap
 import threading
 
 import pytest
@@ -12,6 +14,8 @@ import irframework as ir
 from irframework import errors
 from irframework.dispatch import resolve
 from irframework.registry import registry
+
+from .distributions import run_fresh_python
 
 
 def provide(op, provider, value, **options):
@@ -631,6 +635,7 @@ def test_registry_generation_grows_with_every_change(declare):
     "wrong", [lambda x: x.double(), lambda x: x[:1] + 0, lambda x: x.to("meta")], ids=["dtype", "shape", "device"]
 )
 def test_first_output_is_held_to_what_native_promises(declare, wrong):
+    importlib.import_module("torch._dynamo")  # a process without it does not pay for this
     op = declare()
     op.register_impl("p")(lambda x, weight=None, epsilon=1e-6: wrong(x))
     with pytest.raises(errors.ImplementationContractError, match="where the op promises"):
@@ -684,3 +689,15 @@ def test_donated_inference_tensor_outside_inference_mode_is_copied(inplace_op):
     for x, residual in pairs:
         y, r = inplace_op.maybe_inplace(x, residual)
         assert (y.tolist(), r.tolist()) == ([4, 4], [2, 2])
+
+
+def test_eager_calls_do_not_load_the_tracer():
+    code = """
+        import sys, torch, irframework as ir
+        op = ir.register_op(name="untraced")(native)
+        op.register_impl("p")(lambda x: x * 3)
+        print(float(op(torch.ones(1))), "torch._dynamo" in sys.modules)
+    """
+    native = "def native(x: 'torch.Tensor') -> 'torch.Tensor':\n    return x * 2\nimport torch\n"
+    done = run_fresh_python(native + textwrap.dedent(code))
+    assert done.stdout.split() == ["3.0", "False"], done.stderr
