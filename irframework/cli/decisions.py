@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from irframework.compiler.report import Report
 from irframework.decision import Candidate, Decision
-from irframework.dispatch import resolve
+from irframework.dispatch import resolve, why_never
+from irframework.priority import entries_for
+from irframework.registry import find_op
 from irframework.torch_ops import op_of
 
 
@@ -82,17 +84,34 @@ def counted(decisions: Iterable[Decision]) -> list[DecisionRow]:
     return [DecisionRow(op, count, provider, others) for (op, provider, others), count in sorted(rows.items())]
 
 
-def rows_of_report(report: Report | None) -> list[DecisionRow]:
-    """Rows for a compiled graph; its nodes are counted."""
+def rows_of_report(report: Report | None, device: str) -> list[DecisionRow]:
+    """Rows for a graph that was compiled for a device type; its nodes are counted."""
     if report is None:
         return []
-    rows = counted(report.decisions.values())
+    rows = counted(_with_the_rest(decision, device) for decision in report.decisions.values())
     lowered = {row.op for row in rows}
     # What a cached artefact chose is known by its report's selection, not by decisions of this process.
     for op, nodes in sorted(report.selected_impls.items()):
         if op not in lowered:
             rows += [DecisionRow(op, n, provider, ()) for provider, n in sorted(Counter(nodes.values()).items())]
     return rows
+
+
+def _with_the_rest(decision: Decision, device: str) -> Decision:
+    """Add the candidates behind the chosen one: lowering stops there, and never asks their predicates."""
+    op = find_op(decision.op)
+    looked_at = {candidate.provider for candidate in decision.candidates}
+    rest = tuple(
+        Candidate(
+            entry.provider,
+            False,
+            why_never(op.registered[entry.provider], device) or f"{decision.provider} comes first",
+            entry.origin,
+        )
+        for entry in entries_for(op, device, "inductor")
+        if entry.provider not in looked_at
+    )
+    return replace(decision, candidates=decision.candidates + rest)
 
 
 def _others(decision: Decision) -> tuple[tuple[str, str], ...]:

@@ -137,7 +137,7 @@ def decision_rows(model: Any, prompt: Any, mode: str) -> list[DecisionRow]:
     if mode == "compile":
         from irframework.compiler.report import last_report
 
-        return decisions.rows_of_report(last_report())
+        return decisions.rows_of_report(last_report(), prompt.device.type)
     with torch.inference_mode(), decisions.CallRecorder() as recorder:
         model(input_ids=prompt[:, -1:], use_cache=False)
     return decisions.counted(recorder.decisions)

@@ -62,6 +62,12 @@ def test_compiled_gives_the_tokens_of_eager_and_compiles_twice(as_json: Json) ->
     assert counts == {"fused_add_rms_norm": 2, "rms_norm": 3, "rotary_embedding": 2, "silu_and_mul": 2}
 
 
+def test_compiled_ops_say_why_the_others_did_not_run(as_json: Json) -> None:
+    compiled = as_json(*TINY, "--mode", "compile")[1]
+    for row in compiled["decisions"]:
+        assert {"provider": "native", "reason": f"{row['provider']} comes first"} in row["others"]
+
+
 def test_compare_measures_four_variants_on_the_same_tokens(as_json: Json) -> None:
     code, document = as_json(*TINY, "--compare", "--repeats", "2")
     assert code == 0
