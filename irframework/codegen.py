@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """An op's parameters as source text: `x, weight, epsilon=_d0` and `x, weight, epsilon=epsilon`."""
+    """An op's parameters as source text.
+
+    Attributes:
+        declared: As a function declares them: `x, weight, *, epsilon=_d2`.
+        passed: As a call passes them: `x, weight, epsilon=epsilon`.
+        together: As one tuple holds them: `(x, weight, epsilon,)`.
+        defaults: The objects behind `_d2`.
+    """
 
     declared: str
     passed: str
+    together: str
     defaults: dict[str, Any]
 
 
@@ -44,7 +52,8 @@ def parameters_of(signature: inspect.Signature) -> Parameters:
             text += f"=_d{index}"
         declared.append(text)
         passed.append(f"{parameter.name}={parameter.name}" if keyword_only else parameter.name)
-    return Parameters(", ".join(declared), ", ".join(passed), defaults)
+    together = "(" + "".join(f"{name}," for name in signature.parameters) + ")"
+    return Parameters(", ".join(declared), ", ".join(passed), together, defaults)
 
 
 def compile_function(name: str, source: str, names: dict[str, Any]) -> Callable[..., Any]:
@@ -59,9 +68,8 @@ def compile_function(name: str, source: str, names: dict[str, Any]) -> Callable[
 
 def make_bind(op: "IrOp") -> Callable[..., tuple[Any, ...]]:
     """Return a function with the op's signature that returns its arguments as a tuple."""
-    names = "".join(f"{name}, " for name in op.signature.parameters)
     return compile_function(
-        "bind", f"def bind({op.parameters.declared}):\n    return ({names})\n", op.parameters.defaults
+        "bind", f"def bind({op.parameters.declared}):\n    return {op.parameters.together}\n", op.parameters.defaults
     )
 
 

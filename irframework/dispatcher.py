@@ -60,8 +60,7 @@ def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
     """Return the `__call__` that is in place while no dispatcher was generated."""
     from irframework.execution import other_context
 
-    names = "".join(f"{name}, " for name in op.signature.parameters)
-    source = f"def __call__({_with_self(op)}):\n    return _other_context(_op, _donated, ({names}))\n"
+    source = f"def __call__({_with_self(op)}):\n    return _other_context(_op, _donated, {op.parameters.together})\n"
     scope = {**op.parameters.defaults, "_other_context": other_context, "_op": op, "_donated": donated}
     function = compile_function("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
@@ -140,7 +139,7 @@ class _Writer:
         }
 
     def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
-        names = "".join(f"{name}, " for name in self.op.signature.parameters)
+        everything = self.op.parameters.together
         lines = [f"def __call__({_with_self(self.op)}):", "    if _current_context() is _CONTEXT:"]
         plain = self._plain_arguments()
         if plain is not None:
@@ -153,8 +152,8 @@ class _Writer:
                     lines.append(f"                _{name}_{attribute} = {read}")
                 for impl in impls:
                     lines.extend(self._candidate(impl))
-        lines.append(f"        return _unusual(_op, {self.donated}, ({names}))")
-        lines.append(f"    return _other_context(_op, {self.donated}, ({names}))")
+        lines.append(f"        return _unusual(_op, {self.donated}, {everything})")
+        lines.append(f"    return _other_context(_op, {self.donated}, {everything})")
         return "\n".join(lines) + "\n"
 
     def _plain_arguments(self) -> str | None:
@@ -237,14 +236,14 @@ class _Writer:
                 f"{indent}if _ok:",
             ]
             indent += "    "
-        everything = "".join(f"{name}, " for name in self.op.signature.parameters)
+        everything = self.op.parameters.together
         if not impl.proven:
-            return [*lines, f"{indent}return _unusual(_op, {self.donated}, ({everything}))"]
+            return [*lines, f"{indent}return _unusual(_op, {self.donated}, {everything})"]
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")
             lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
-            lines.append(f"{indent}return _unusual(_op, True, ({everything}))")
+            lines.append(f"{indent}return _unusual(_op, True, {everything})")
             return lines
         if impl.inplace:
             for name in self.op.activations:
@@ -273,7 +272,7 @@ class _Writer:
         """Call the function and return its outputs if they keep the op's promises, else repair them."""
         kept = [name for name in self.op.tensors if name not in given]
         outputs = ["_y"] if self.op.num_outputs == 1 else [f"_y{i}" for i in range(self.op.num_outputs)]
-        names = "".join(f"{name}, " for name in self.op.signature.parameters)
+        everything = self.op.parameters.together
         lines = [f"{indent}_result = {call}"]
         if impl.provider != "native":
             lines = [
@@ -283,11 +282,11 @@ class _Writer:
             ]
             if not given:  # a kernel cannot read what torch.func wraps, and says so
                 lines.append(f"{indent}    if _transform() is not None:")
-                lines.append(f"{indent}        return _unusual(_op, {self.donated}, ({names}))")
-            lines += [f"{indent}    _refused(_op, ({names}), _error)", f"{indent}    raise"]
+                lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")
+            lines += [f"{indent}    _refused(_op, {everything}, _error)", f"{indent}    raise"]
         if given:
             lines.append(f"{indent}_note_written({', '.join(given)})")
-        repair = f"_own_outputs(_op, _result, ({names}), {self._name('_i', impl)}, {given!r})"
+        repair = f"_own_outputs(_op, _result, {everything}, {self._name('_i', impl)}, {given!r})"
         if len(outputs) == 1:
             lines.append(f"{indent}_y = _result")
             guard = ""

@@ -49,8 +49,7 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     form.misses += 1
     if form.misses % _SWAP_AFTER == 0:
         dispatcher.put_in_place(form, function)
-    named = dict(zip(op.signature.parameters, args, strict=True))
-    return function(form, **named)
+    return function(form, **op.named(args))
 
 
 def _generate(op: "IrOp", donated: bool, context: Any) -> None:
@@ -86,12 +85,12 @@ def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     """Serve a call that the plain path does not: through the torch op when something must see it, else directly."""
     form = op.maybe_inplace if donated else op
     if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
-        return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
+        return form.torch_op(**op.named(args))
     check_arguments(op, args)
     if _transformed():
         return own_outputs(op, op.registered["native"].apply(args), args)
     if _must_be_seen(args):
-        return form.torch_op(**dict(zip(op.signature.parameters, args, strict=True)))
+        return form.torch_op(**op.named(args))
     return run(op, args, donated)
 
 
@@ -135,7 +134,7 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
     op = impl.op
     overwritten: list[Tensor] = []
     if impl.inplace:
-        values = dict(zip(op.signature.parameters, args, strict=True))
+        values = op.named(args)
         for name in op.activations:
             value = values[name]
             if not isinstance(value, Tensor):

@@ -129,7 +129,7 @@ class IrOpImpl:
         """Like `supports_args`, for arguments in the order of the signature with defaults filled in."""
         if self._failed_check is None:
             self._failed_check = codegen.make_failed_check(self)
-        named = dict(zip(self.op.signature.parameters, args, strict=True))
+        named = self.op.named(args)
         reason = self._failed_check(**named)
         if reason is not None:
             return Rejected(reason)
@@ -153,7 +153,7 @@ class IrOpImpl:
         """Call the provider's function with arguments in the order of the op's signature, all defaults filled in."""
         if self._apply is None:
             self._apply = codegen.make_apply(self.op, self.fn)
-        return self._apply(**dict(zip(self.op.signature.parameters, args, strict=True)))
+        return self._apply(**self.op.named(args))
 
     def digest(self) -> str:
         """Digest of all that decides what this implementation computes and when; part of every cache key."""

@@ -160,6 +160,10 @@ class IrOp:
         bound: tuple[Any, ...] = self.bind_args(*args, **(kwargs or {}))
         return bound
 
+    def named(self, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Return arguments that are in the order of the signature by their names."""
+        return dict(zip(self.signature.parameters, args, strict=True))
+
     # --- implementations ---------------------------------------------------------------------------------------
 
     @property

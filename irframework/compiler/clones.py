@@ -174,7 +174,7 @@ def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
     donations = list(graph.find_nodes(op="call_function", target=donate_op()))
     if not copies and not donations:
         return
-    remover = _Remover(graph, Aliasing(graph), report)
+    remover = _Remover(graph, Aliasing(graph))
     for copy in copies:
         reason = remover.reason_to_keep(copy, granted=False)
         if reason is None:
@@ -208,7 +208,6 @@ def settle_donations(graph: Graph) -> None:
 class _Remover:
     graph: Graph
     aliasing: Aliasing
-    report: Report
 
     def remove(self, copy: Node) -> None:
         source = copy.args[0]

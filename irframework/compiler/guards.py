@@ -21,6 +21,7 @@ import torch
 from torch._guards import Guard, TracingContext
 from torch.fx import Graph, Node
 
+from irframework.execution import shares_storage
 from irframework.priority import current_state, restored, snapshot
 
 _MAX_STATES = 64
@@ -145,7 +146,6 @@ def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
 
 def _apart(given: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
     """Whether no given tensor shares storage with another tensor."""
-    alias: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     return not any(
-        alias(tensor, other) for index, tensor in enumerate(given) for other in (*given[index + 1 :], *others)
+        shares_storage(tensor, other) for index, tensor in enumerate(given) for other in (*given[index + 1 :], *others)
     )
