@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
 from irframework.compiler.aliasing import Aliasing
-from irframework.compiler.clones import COPY, mark_copy
 from irframework.compiler.inlining import Template, inline
+from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import Report, location
 from irframework.compiler.tracing import contiguous_strides, fake_like, trace
 from irframework.dispatch import resolve

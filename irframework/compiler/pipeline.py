@@ -24,9 +24,10 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
 from irframework.compiler import guards, inductor_fault
-from irframework.compiler.clones import COPY, materialize, remove_copies, settle_donations
+from irframework.compiler.clones import remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
 from irframework.compiler.lowering import Lowering
+from irframework.compiler.materialize import COPY, materialize
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
 from irframework.errors import IrError, VerifyError, suggest

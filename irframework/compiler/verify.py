@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from irframework.compiler.aliasing import Aliasing
-from irframework.compiler.clones import GRANTED, KERNEL
+from irframework.compiler.clones import GRANTED
+from irframework.compiler.materialize import KERNEL
 from irframework.compiler.report import location
 from irframework.errors import VerifyError
 from irframework.torch_ops import NAMESPACE
