@@ -14,8 +14,9 @@ Private torch API used here (read in 2.11 and 2.13):
   for all threads; when two threads leave modes in another order than they entered them, a mode may see the
   implementation's torch calls instead of the op. The results are the same.
 * `torch._C._functorch.peek_interpreter_stack`: whether a torch.func transform is active. Asked only where it matters.
-* Dynamo's attribute `_torchdynamo_inline`, which makes it trace one function in place of another, so that swapping
-  `__call__` for a new priority does not make compiled code recompile.
+* Dynamo's attribute `_torchdynamo_inline`, which makes it trace one function in place of another, and its guard on the
+  code of `type(op).__call__`, which sees that function too (`_SteadyCall`): swapping `__call__` for a new priority does
+  not make compiled code recompile.
 """
 
 import re
@@ -35,9 +36,25 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 
+class _SteadyCall(type):
+    """Class of an op's class: who reads `__call__` from that class is shown the function that Dynamo traces.
+
+    Dynamo guards on the code of `type(op).__call__`. Each generated dispatcher has code of its own, so an eager call
+    between two compiled ones would make Dynamo compile again. A call of the op itself does not come by here: Python
+    takes `__call__` from the class's dictionary.
+    """
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name == "__call__":
+            traced = type.__getattribute__(cls, "__dict__").get("_traced_call")
+            if traced is not None:
+                return traced
+        return type.__getattribute__(cls, name)
+
+
 def class_of(base: type[Any]) -> type[Any]:
     """Return a new subclass of `base` for one op, whose `__call__` is replaced by generated ones."""
-    return type(base.__name__, (base,), {"__module__": base.__module__})
+    return _SteadyCall(base.__name__, (base,), {"__module__": base.__module__})
 
 
 def reset(op: "IrOp") -> None:
@@ -69,12 +86,13 @@ def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
 
 def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
     """Return what Dynamo traces instead of any generated `__call__`: the torch op, as one opaque node."""
-    if form.traced_call is None:
+    form_class: Any = type(form)
+    if "_traced_call" not in vars(form_class):
         source = f"def traced_call({_with_self(op)}):\n    return _torch_op({op.parameters.passed})\n"
-        form.traced_call = compile_function(
+        form_class._traced_call = compile_function(
             "traced_call", source, {**op.parameters.defaults, "_torch_op": form.torch_op}
         )
-    traced: Callable[..., Any] = form.traced_call
+    traced: Callable[..., Any] = vars(form_class)["_traced_call"]
     return traced
 
 

@@ -52,7 +52,6 @@ class MaybeInplace:
         self.op = op
         self.torch_op: Any = None
         self.first_call: Callable[..., Any] | None = None
-        self.traced_call: Callable[..., Any] | None = None
         self.generated: dict[Any, Callable[..., Any]] = {}
         self.misses = 0
 
@@ -117,7 +116,6 @@ class IrOp:
         self.bind_args = codegen.make_bind(self)
         self.torch_op: Any = None
         self.first_call: Callable[..., Any] | None = None
-        self.traced_call: Callable[..., Any] | None = None
         self.generated: dict[Any, Callable[..., Any]] = {}
         self.misses = 0
         self.maybe_inplace: Any = dispatcher.class_of(MaybeInplace)(self)

@@ -125,3 +125,26 @@ def test_the_backward_keeps_the_priorities_of_its_forward(scale):
     assert x.grad.tolist() == [3, 3, 3]
     assert ir.last_report().selected_impls[inner.name] != {}
     assert set(ir.last_report().selected_impls[inner.name].values()) == {"seen"}
+
+
+def test_eager_calls_between_compiled_ones_compile_nothing_again(scale):
+    provide(scale, seven=7)
+    f, backend = compiled(scale)
+    with torch.no_grad():
+        f(torch.ones(2))
+        scale(torch.ones(2))  # generates a dispatcher
+        with ir.priority({scale.name: ["seven"]}):
+            for _ in range(40):  # another one takes its place
+                scale(torch.ones(2))
+        f(torch.ones(2))
+    assert backend.compiles == 1
+
+
+def test_eager_donating_calls_between_compiled_ones_compile_nothing_again(add):
+    backend = Counting()
+    f = torch.compile(lambda *a: add.op.maybe_inplace(*a), backend=backend)
+    with torch.no_grad():
+        for _ in range(2):
+            f(*tensors((4, 8), (4, 8), (8,)))
+            add.op.maybe_inplace(*tensors((4, 8), (4, 8), (8,)))
+    assert backend.compiles == 1
