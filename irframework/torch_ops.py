@@ -131,13 +131,14 @@ def define(op: "IrOp") -> Handle:
     handle = Handle([library], op.schema)
     try:
         define_donate()
+        define_overwritten()
         tags = (torch.Tag.pt2_compliant_tag,)
         library.define(f"{op.name}{op.schema}", tags=tags)
-        _define_overload(library, op, op.name, donated=False)
+        _define_overload(library, op, op.name)
         autograd.register(op, library)
         if op.allow_inplace:
             library.define(f"{op.name}.{MAYBE_INPLACE}{op.schema}", tags=tags)
-            _define_overload(library, op, f"{op.name}.{MAYBE_INPLACE}", donated=True)
+            _define_overload(library, op, f"{op.name}.{MAYBE_INPLACE}")
         packet = getattr(getattr(torch.ops, NAMESPACE), op.name)
         op.torch_op = packet.default
         if op.allow_inplace:
@@ -164,11 +165,16 @@ def _serve_again(op: "IrOp", kept: Handle) -> Handle:
     return kept
 
 
-def _define_overload(library: Library, op: "IrOp", qualified: str, donated: bool) -> None:
+def _define_overload(library: Library, op: "IrOp", qualified: str) -> None:
+    """Give an overload its kernel and its shape function; `maybe_inplace` overwrites nothing either.
+
+    Its schema is functional, so a pipeline without our passes may merge two donated copies, or keep a donated value for
+    the backward. Only an eager call, which does not come here, and our passes reuse memory.
+    """
     from irframework.execution import run
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run(registry.current(op), op.bind(args, kwargs), donated=donated)
+        return run(registry.current(op), op.bind(args, kwargs))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         _notify_compiler(registry.current(op))
@@ -215,6 +221,23 @@ def define_donate() -> Any:
         torch.library.register_autograd(f"{NAMESPACE}::donate", backward, lib=library)
         _handles["donate"] = Handle([library])
     return torch.ops.irframework.donate.default
+
+
+def define_overwritten() -> Any:
+    """Define `irframework_compiled::overwritten(Tensor(a!)[] xs) -> ()` once and return it.
+
+    A compiled graph calls it on inputs that its kernels overwrite, and autograd learns of it. It is no IR op: nothing
+    lowers it.
+    """
+    if "overwritten" not in _handles:
+        from irframework.execution import note_written
+
+        library = Library("irframework_compiled", "DEF")
+        library.define("overwritten(Tensor(a!)[] xs) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl("overwritten", lambda xs: note_written(*xs), "CompositeExplicitAutograd")
+        torch.library.register_fake("irframework_compiled::overwritten", lambda xs: None, lib=library)
+        _handles["overwritten"] = Handle([library])
+    return torch.ops.irframework_compiled.overwritten.default
 
 
 def op_of(target: Any) -> "tuple[IrOp, bool] | None":

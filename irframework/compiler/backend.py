@@ -47,16 +47,14 @@ def irframework(
     with option_scope(option_priority):  # a mistake in it is found before anything is compiled
         compiler = platform_compiler(current_platform())
     guards.watch_choices()
-    donated = run_pre_grad(module.graph, donate_inputs=True)
+    run_pre_grad(module.graph, donate_inputs=True)
     module.recompile()
     if compiler is None:
         from torch._inductor.compile_fx import compile_fx
 
         patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
-        compiled = cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
-    else:
-        compiled = _compile_for_platform(module, example_inputs, compiler, option_priority)
-    return _count_overwriting(compiled, donated) if donated else compiled
+        return cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
+    return _compile_for_platform(module, example_inputs, compiler, option_priority)
 
 
 def _priority_option(value: Any) -> Mapping[str, Any] | None:
@@ -90,19 +88,6 @@ def _compile_for_platform(
         fw_compiler=compile_one(False), bw_compiler=compile_one(False), inference_compiler=compile_one(True)
     )
     return backend(module, example_inputs)
-
-
-def _count_overwriting(compiled: Callable[..., Any], donated: Sequence[int]) -> Callable[..., Any]:
-    """Let autograd know that donated inputs were written: an older graph that saved one must fail, not be wrong."""
-
-    def run(*args: Any) -> Any:
-        results = compiled(*args)
-        for index in donated:
-            if not args[index].is_inference():
-                torch.autograd.graph.increment_version(args[index])
-        return results
-
-    return run
 
 
 def run_pre_grad_stage(module: GraphModule) -> GraphModule:

@@ -40,16 +40,13 @@ _METADATA_TEXT = (
 _METADATA = frozenset(_METADATA_TEXT.split())
 
 
-def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> list[int]:
+def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -> None:
     """Rewrite every `maybe_inplace` node of a pre-grad graph; subgraphs too.
 
     Args:
         graph: A graph of torch functions, as Dynamo makes it, with `example_value` (or `val`) on its nodes.
         report: Gets what was donated.
         donate_inputs: False: graph inputs are never overwritten.
-
-    Returns:
-        Which of the graph's inputs, by position, may be overwritten.
 
     Raises:
         DonationError: A tensor, or something that shares its memory, is used after it was donated.
@@ -67,7 +64,6 @@ def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -
         # the body of a branch or checkpoint: what it is given belongs to the graph around it
         functionalize(module.graph, report, donate_inputs=False)
         module.recompile()
-    return [index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in donated_inputs]
 
 
 def _submodules(graph: Graph) -> Iterator[GraphModule]:

@@ -30,6 +30,7 @@ from irframework.compiler.lowering import Lowering
 from irframework.compiler.materialize import COPY, materialize
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
+from irframework.compiler.versions import count_overwriting
 from irframework.errors import IrError, VerifyError, suggest
 from irframework.notices import say_once
 from irframework.plugins import compiler_passes
@@ -38,6 +39,7 @@ from irframework.settings import settings
 from irframework.torch_ops import NAMESPACE
 
 BEFORE, AFTER = "before_lowering", "after_lowering"  # the stages that plugins know
+_NEEDED = frozenset({"settle_donations", "count_overwriting"})  # part of what a donation means, not improvements
 
 CustomGraphPass: Any = custom_graph_pass.CustomGraphPass
 InferenceAwarePass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
@@ -105,14 +107,13 @@ def _call_with_graph(graph_pass: Callable[[Graph], object]) -> Callable[[Graph, 
 def steps_of(stage: str, lowering: Lowering) -> list[Step]:
     """The passes of a stage in the order in which they run, without those that are switched off.
 
-    Fusion has its place at the head of the first stage: IR ops are whole there, and nothing is lowered yet. A
-    donation that no pass used is settled always: it is part of the meaning, not an improvement.
+    Fusion has its place at the head of the first stage: IR ops are whole there, and nothing is lowered yet.
     """
     steps = _all_steps(stage, lowering)
     disabled = set(settings().disable_passes)
     if disabled:
         _warn_about_passes(disabled)
-        disabled.discard("settle_donations")
+        disabled -= _NEEDED
     if disabled & {"lower_functional", "lower_inplace"}:  # what is left on purpose is no fault
         disabled.add("verify")
     return [step for step in steps if step.name not in disabled]
@@ -127,6 +128,7 @@ def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
         Step("materialize", lambda graph, context: materialize(graph, context.report)),
         Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference)),
         Step("settle_donations", lambda graph, context: settle_donations(graph)),
+        Step("count_overwriting", lambda graph, context: count_overwriting(graph)),
         *_foreign(AFTER),
         Step("verify", lambda graph, context: verify(graph)),
     ]
@@ -135,7 +137,7 @@ def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
 def _warn_about_passes(disabled: set[str]) -> None:
     """Say once that IRFRAMEWORK_DISABLE_PASSES names what cannot be switched off."""
     steps = [step for stage in (BEFORE, AFTER) for step in _all_steps(stage, Lowering(inplace=stage == AFTER))]
-    known = {step.name for step in steps} - {"settle_donations"}
+    known = {step.name for step in steps} - _NEEDED
     for name in sorted(disabled - known):
         say_once(
             logging.WARNING,
@@ -218,25 +220,20 @@ class PreGradPass(CustomGraphPass):  # type: ignore[misc]
         return _source_digest()
 
 
-def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> list[int]:
+def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
     """Run the pre-grad stage on one graph; a second run changes nothing.
 
     Args:
         graph: A graph of torch functions.
         donate_inputs: Whether graph inputs may be overwritten. Which inputs share memory is in no cache key, so this
             must be False where the key is not made from the rewritten graph.
-
-    Returns:
-        Which of the graph's inputs, by position, may be overwritten.
     """
-    donated: list[int] = []
     holds_ir_ops = _holds_ir_ops(graph)
     if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
         began = time.perf_counter()
         report = current_report(create=holds_ir_ops) or Report()
-        donated = functionalize(graph, report, donate_inputs=donate_inputs)
+        functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)
-    return donated
 
 
 class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
