@@ -15,7 +15,10 @@ from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from irframework.compiler import guards, hooks
+from irframework.compiler.attempts import Attempt
 from irframework.compiler.pipeline import PostPass, PrePass, run_pre_grad
+from irframework.compiler.report import Report
+from irframework.errors import IrError
 from irframework.platform import current_platform
 from irframework.plugins import platform_compiler
 from irframework.priority import option_scope, parse_priorities
@@ -126,10 +129,15 @@ def lower(
         ImplementationContractError: An implementation breaks its op's contract.
     """
     _give_values(module, example_inputs)
-    for stage in (PrePass(ir_op_priority), PostPass(ir_op_priority)):
-        for each in reversed(list(module.modules())):
-            if isinstance(each, GraphModule):
-                stage(each.graph, inference and each is module)
+    attempt = Attempt.at(module.graph, Report(), nested=True)
+    try:
+        for stage in (PrePass(ir_op_priority), PostPass(ir_op_priority)):
+            for each in reversed(list(module.modules())):
+                if isinstance(each, GraphModule):
+                    stage(each.graph, inference and each is module)
+    except IrError:
+        attempt.restore()  # also what an earlier stage did, which was right as far as it went
+        raise
     for each in module.modules():
         if isinstance(each, GraphModule):
             each.recompile()

@@ -23,8 +23,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import Access, Aliasing, disjoint, effects_of
+from irframework.compiler.aliasing import Access, Aliasing, effects_of, stand_in
 from irframework.compiler.materialize import COPY
+from irframework.compiler.overlap import disjoint
 from irframework.compiler.tracing import contiguous_strides
 from irframework.torch_ops import define_donate
 
@@ -68,6 +69,7 @@ def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
         return
     remover = _Remover(graph, Aliasing(graph))
     for copy in copies:
+        report.visiting = copy
         reason = remover.reason_to_keep(copy, granted=False)
         if reason is None:
             remover.remove(copy)
@@ -77,6 +79,7 @@ def remove_copies(graph: Graph, report: Report, inference: bool) -> None:
     for donation in donations:  # after the copies: until then, a donated value counts as memory of the graph
         source = donation.args[0]
         assert isinstance(source, Node)
+        report.visiting = donation
         reason = remover.reason_to_keep(donation, granted=inference)
         if reason is None:
             for root in remover.aliasing.roots(source):
@@ -106,7 +109,7 @@ class _Remover:
         assert isinstance(source, Node)
         self.aliasing.merge(copy, source)
         self.aliasing.effects[copy].views = [source]  # what was found to be a view of the copy is one of the source
-        copy.replace_all_uses_with(source)
+        stand_in(source, copy.meta["val"], copy)
         self.graph.erase_node(copy)
 
     def reason_to_keep(self, copy: Node, granted: bool) -> str | None:

@@ -18,10 +18,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
+from irframework import bisecting
 from irframework.compiler.aliasing import Aliasing
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
-from irframework.compiler.report import Report, location
+from irframework.compiler.report import Report, graph_number, location, source_line
 from irframework.compiler.tracing import contiguous_strides, fake_like, trace
 from irframework.dispatch import resolve
 from irframework.errors import ImplementationContractError, IrError, LoweringError
@@ -65,6 +66,7 @@ class Lowering:
         run = _Run(self, graph, report)
         for node in list(graph.nodes):
             if node.op == "call_function" and op_of(node.target) is not None:
+                report.visiting = node
                 run.lower(node)
         report.add_selected(self.selected_impls)
 
@@ -92,9 +94,11 @@ class _Run:
         arguments = op.bind(node.args, node.kwargs)
         values = _values(arguments)
         decision = resolve(op, values, mode="inductor")
+        if decision.impl.inplace and not self.settings.inplace:
+            return []
+        if bisecting.active() and not bisecting.takes_number(decision.impl, self._place(node)):
+            decision = resolve(op, values, mode="inductor")
         if decision.impl.inplace:
-            if not self.settings.inplace:
-                return []
             arguments = self._contiguous_activations(node, op, arguments)
             values = _values(arguments)
         chain = self._extend_chain(node, op, decision.impl)
@@ -110,6 +114,9 @@ class _Run:
         for new in nested:
             new.meta[_CHAIN] = chain
         return nested
+
+    def _place(self, node: Node) -> bisecting.Lowered:
+        return bisecting.Lowered(source_line(node), node.name, graph_number(), self.settings.name)
 
     def _contiguous_activations(self, node: Node, op: IrOp, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """An in-place implementation is given contiguous activations, as in eager mode."""

@@ -14,6 +14,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from irframework.compiler.aliasing import stand_in
 from irframework.compiler.tracing import contiguous_strides, fake_like
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def materialize(graph: Graph, report: Report) -> None:
     """Turn the functional form of each kernel call that lowering made into the kernel on copies of what it writes."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is auto_functionalized and COPY in node.meta:
+            report.visiting = node
             _materialize_one(graph, node, report)
 
 
@@ -68,7 +70,7 @@ def _materialize_one(graph: Graph, node: Node, report: Report) -> None:
         if index >= first:
             _replace_item(graph, user, mutated[index - first])
         elif returned == 1:
-            user.replace_all_uses_with(call)
+            stand_in(call, user.meta.get("val"), user)
             graph.erase_node(user)
         elif returned > 1:
             user.args = (call, index)
@@ -79,13 +81,13 @@ def _materialize_one(graph: Graph, node: Node, report: Report) -> None:
 
 def _replace_item(graph: Graph, item: Node, value: Any) -> None:
     if isinstance(value, Node):
-        item.replace_all_uses_with(value)
+        stand_in(value, item.meta.get("val"), item)
     else:
         for user in list(item.users):  # an item of an item: a list argument
             index = user.args[1]
             assert user.target is operator.getitem
             assert isinstance(index, int)
-            user.replace_all_uses_with(value[index])
+            stand_in(value[index], user.meta.get("val"), user)
             graph.erase_node(user)
     graph.erase_node(item)
 

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.fx import Graph
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
+from irframework import bisecting
 from irframework.compiler import guards, inductor_fault
+from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
 from irframework.compiler.lowering import Lowering
@@ -31,7 +33,7 @@ from irframework.compiler.materialize import COPY, materialize
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
 from irframework.compiler.versions import count_overwriting
-from irframework.errors import IrError, VerifyError, suggest
+from irframework.errors import suggest
 from irframework.notices import say_once
 from irframework.plugins import compiler_passes
 from irframework.priority import fingerprint, option_scope
@@ -149,8 +151,9 @@ def _warn_about_passes(disabled: set[str]) -> None:
 
 
 def _key(steps: Sequence[Step]) -> str | None:
-    """One digest of the passes that run, of every choice they can meet, and of the framework."""
-    if any(step.key is None for step in steps):
+    """One digest of the passes that run, of every choice they can meet, and of the framework; None if the choices of
+    this process are numbered, since a graph that comes from a cache takes no numbers."""
+    if bisecting.active() or any(step.key is None for step in steps):
         return None
     digest = hashlib.sha256(_source_digest().encode())
     digest.update(repr([(step.name, step.key) for step in steps]).encode())
@@ -162,11 +165,13 @@ def _run(stage: str, steps: Sequence[Step], graph: Graph, context: Context) -> N
     module: Any = graph.owning_module
     if stage == BEFORE:
         _keep_text(context.report, "before lowering", graph)
-    for step in steps:
-        began = time.perf_counter()
-        observer = GraphTransformObserver(module, step.name, subsystem="irframework")
-        observer.apply_graph_pass(partial(_guarded, step, context))
-        context.report.add_time(step.name, time.perf_counter() - began)
+    attempt = Attempt.at(graph, context.report)
+    for number, step in enumerate(steps):
+        with attempt.step(step.name, first=number == 0):
+            began = time.perf_counter()
+            observer = GraphTransformObserver(module, step.name, subsystem="irframework")
+            observer.apply_graph_pass(_bound(step, context))
+            context.report.add_time(step.name, time.perf_counter() - began)
     _keep_text(context.report, "functional ops lowered" if stage == BEFORE else "lowered", graph)
 
 
@@ -176,16 +181,8 @@ def _keep_text(report: Report, stage: str, graph: Graph) -> None:
     report.add_time("report", time.perf_counter() - began)
 
 
-def _guarded(step: Step, context: Context, graph: Graph) -> None:
-    try:
-        step.run(graph, context)
-    except IrError:
-        raise
-    except Exception as error:
-        raise VerifyError(
-            f"Compiler pass {step.name!r} failed: {type(error).__name__}: {error}. "
-            f"IRFRAMEWORK_DISABLE_PASSES={step.name} switches it off."
-        ) from error
+def _bound(step: Step, context: Context) -> Callable[[Graph], None]:
+    return lambda graph: step.run(graph, context)
 
 
 def _holds_ir_ops(graph: Graph) -> bool:
@@ -232,7 +229,8 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
     if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
         began = time.perf_counter()
         report = current_report(create=holds_ir_ops) or Report()
-        functionalize(graph, report, donate_inputs=donate_inputs)
+        with Attempt.at(graph, report, nested=True).step("functionalize", first=True):
+            functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)
 
 
@@ -260,6 +258,7 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
             if _concerns_us(graph) or any(step.foreign for step in steps):
                 report = current_report()
                 assert report is not None
+                bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])
                 _run(self.stage, steps, graph, Context(report, is_inference))
 
     def uuid(self) -> str | None:

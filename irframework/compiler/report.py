@@ -9,11 +9,13 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Graph, Node
+
+from irframework.call_site import site_in_trace
 
 if TYPE_CHECKING:
     from irframework.compiler.clones import KeptCopy
@@ -50,6 +52,23 @@ class MissedFusion:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class FailedPass:
+    """A pass that failed; the module has the graph that it had before.
+
+    Attributes:
+        name: The pass.
+        where: Op, node and source line that it was at, as far as it said so; else empty.
+        reason: What went wrong.
+        file: Where the graph before the pass can be read; None where nothing could be written.
+    """
+
+    name: str
+    where: str
+    reason: str
+    file: str | None
+
+
 @dataclass(slots=True)
 class Report:
     """The report of one compiled graph (forward and backward of one training graph share one).
@@ -65,6 +84,8 @@ class Report:
         kept_copies: The others, each with the reader that keeps it.
         graphs: {stage: text}, each stage that changed the graph, in order.
         timings: {stage: seconds}.
+        failed: The pass that failed, if one did.
+        visiting: The node that the running pass is at.
         from_cache: True if the compiled code came from a cache, so that no pass ran and the rest is empty.
     """
 
@@ -78,6 +99,8 @@ class Report:
     kept_copies: list[KeptCopy] = field(default_factory=list)
     graphs: dict[str, str] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
+    failed: FailedPass | None = None
+    visiting: Node | None = None
     from_cache: bool = False
 
     def add_selected(self, selected: dict[str, dict[str, str]]) -> None:
@@ -110,6 +133,8 @@ class Report:
         """One line: ops with their providers, fusions, copies, milliseconds."""
         if self.from_cache:
             return "compiled from cache; passes not run"
+        if self.failed is not None:
+            return f"pass {self.failed.name} failed{' at ' if self.failed.where else ''}{self.failed.where}"
         ops = []
         for op, nodes in sorted(self.selected_impls.items()):
             counts = Counter(nodes.values())
@@ -135,6 +160,7 @@ class Report:
             "clones_removed": self.clones_removed,
             "kept_copies": [{"node": k.node, "op": k.op, "reason": k.reason} for k in self.kept_copies],
             "timings": self.timings,
+            "failed": None if self.failed is None else asdict(self.failed),
             "from_cache": self.from_cache,
         }
 
@@ -199,6 +225,12 @@ def close_compile(context: object, *, cached: bool) -> None:
     logger.info("%s", report.summary())
 
 
+def graph_number() -> str:
+    """Dynamo's number of the graph that is compiled now, as `TORCH_LOGS` shows it; empty outside of a compile."""
+    number = torch._guards.CompileContext.current_compile_id()
+    return "" if number is None else str(number)
+
+
 def location(node: Node) -> str:
     """The source line that made a node, as the end of a sentence: ` (at FILE:LINE: CODE)`, or nothing."""
     line = source_line(node)
@@ -207,15 +239,7 @@ def location(node: Node) -> str:
 
 def source_line(node: Node) -> str:
     """`FILE:LINE, in NAME: CODE` of the innermost frame of the user's code that made a node; empty if not known."""
-    trace = node.meta.get("stack_trace") or node.stack_trace
-    if not trace:
-        return ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File ") and "<irframework " not in lines[index]:  # not a generated dispatcher
-            code = lines[index + 1] if index + 1 < len(lines) else ""
-            return f"{lines[index].removeprefix('File ')}: {code}".rstrip(": ")
-    return lines[-1]
+    return site_in_trace(node.meta.get("stack_trace") or node.stack_trace or "")
 
 
 def graph_text(graph: Graph) -> str:
