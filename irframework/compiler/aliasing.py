@@ -2,9 +2,10 @@
 
 Owns the alias analysis that clone removal and verification stand on. It works on storages of the fake tensors *and*
 on schemas, because after lowering the fake tensors of views still point at the storage of the node that was replaced.
-Whatever is not known reads and writes everything. Does not change a graph.
+Whatever is not known reads and writes everything. Does not change a graph, nor compare parts of one storage
+(`overlap.py`).
 
-Private torch API, read in 2.11 and 2.13: `torch._C._dynamo.guards.compute_overlapping_tensors`, `_schema.alias_info`.
+Private torch API, read in 2.11 and 2.13: `_schema.alias_info`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,23 @@ from torch.fx import Graph, Node
 
 # By name: some are only there once torch has needed them.
 _FUNCTIONAL_HIGHER_ORDER = ("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional")
+
+
+_STANDS_FOR = "stands_for"
+
+
+def stand_in(new: Node, value: object, old: Node) -> None:
+    """Let a node take the place of another, or of one of its items.
+
+    Views of the old value keep their fake values, which lie on its storage; so they count as views of the new one.
+
+    Args:
+        new: The node that takes the place.
+        value: The old value.
+        old: The node that had it.
+    """
+    new.meta[_STANDS_FOR] = [*new.meta.get(_STANDS_FOR, ()), *old.meta.get(_STANDS_FOR, ()), value]
+    old.replace_all_uses_with(new)
 
 
 @dataclass(slots=True)
@@ -145,9 +163,13 @@ class Aliasing:
                     effects.views = [] if first is node else [first]
             for source in effects.views:
                 self.merge(source, node)
-            storage = storage_of(node.meta.get("val"))
-            if storage is not None:
-                self.merge(by_storage.setdefault(storage, node), node)
+            for value in (node.meta.get("val"), *node.meta.get(_STANDS_FOR, ())):
+                storage = storage_of(value)
+                if storage is not None:
+                    first = by_storage.setdefault(storage, node)
+                    if first is not node and node.op == "call_function" and not effects.views:
+                        effects.views = [first]  # a view by its storage, whatever its schema says
+                    self.merge(first, node)
         for node, effects in self.effects.items():
             position = self.position[node]
             for source in effects.reads:
@@ -204,14 +226,3 @@ class Aliasing:
             if not sources:
                 found.add(current)
         return found
-
-
-def disjoint(x: object, y: object) -> bool:
-    """True if two (fake) tensors lie on one storage and are proved to share no element."""
-    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return False
-    if storage_of(x) is None or storage_of(x) != storage_of(y):
-        return False
-    if x._has_symbolic_sizes_strides or y._has_symbolic_sizes_strides:
-        return False  # the proof would add guards
-    return not torch._C._dynamo.guards.compute_overlapping_tensors([x, y], symbolic=False)

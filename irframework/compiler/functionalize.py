@@ -16,8 +16,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from irframework.compiler import guards
-from irframework.compiler.aliasing import disjoint, storage_of
+from irframework.compiler.aliasing import storage_of
 from irframework.compiler.clones import donate_op
+from irframework.compiler.overlap import disjoint_in_example
 from irframework.compiler.report import Donation, Report, source_line
 from irframework.errors import DonationError
 from irframework.op import IrOp
@@ -183,7 +184,8 @@ class _Uses:
         for use in self._touches.get(storage, ()):
             if use.position <= self.position[call] or self._only_looks(use, storage):
                 continue
-            if all(storage_of(t) != storage or disjoint(t, value) for t in _tensors(_value(use.through))):
+            touched = [tensor for tensor in _tensors(_value(use.through)) if storage_of(tensor) == storage]
+            if all(disjoint_in_example(tensor, value) for tensor in touched):
                 continue
             verb = "returned" if use.node.op == "output" else f"used by {_name(use.node)!r} (node {use.node.name})"
             through = "" if use.through is donated else f" through {_label(use.through)!r}, which shares its memory,"

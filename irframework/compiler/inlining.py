@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from irframework.compiler.aliasing import storage_of
+from irframework.compiler.aliasing import stand_in, storage_of
 from irframework.compiler.tracing import fake_like, fake_view
 
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
@@ -83,13 +83,13 @@ def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any
 def _replace(graph: Graph, node: Node, results: Sequence[Node]) -> None:
     """Let every user of `node` read the results, also users that take the whole tuple."""
     if not isinstance(node.meta["val"], (tuple, list)):
-        node.replace_all_uses_with(results[0])
+        stand_in(results[0], node.meta["val"], node)
         graph.erase_node(node)
         return
     for user in list(node.users):
         if user.target is operator.getitem:
             index: Any = user.args[1]
-            user.replace_all_uses_with(results[index])
+            stand_in(results[index], node.meta["val"][index], user)
             graph.erase_node(user)
         else:
             user.args = _with_tuple(user.args, node, tuple(results))

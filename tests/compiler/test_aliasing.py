@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from irframework.compiler.aliasing import Aliasing, disjoint, effects_of
+from irframework.compiler.aliasing import Aliasing, effects_of
 
 
 def analysed(function, *shapes):
@@ -95,11 +95,3 @@ def test_arithmetic_on_sizes_touches_no_memory():
 def test_roots_of_a_view_are_its_base_alone():
     _, aliasing, nodes = analysed(lambda x: x.exp().t().view(torch.int32) + 1, (4, 8))
     assert aliasing.roots(nodes["view"]) == {nodes["exp"]}
-
-
-def test_parts_are_disjoint_only_where_that_is_proved():
-    x = torch.empty(4, 8)
-    assert disjoint(x[:, :4], x[:, 4:])
-    assert disjoint(x[:2], x[2:])
-    assert not disjoint(x[:3], x[2:])
-    assert not disjoint(x, torch.empty(4, 8))
