@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from irframework import codegen, symbolic
+from irframework import bisecting, codegen, symbolic
 from irframework.decision import Candidate, Decision
 from irframework.errors import ArgumentError, DeviceMismatchError, PredicateGuardError
 from irframework.notices import say_once
@@ -50,13 +50,17 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
     device = device_type_of(op, args)
     candidates: list[Candidate] = []
     chosen: IrOpImpl | None = None
+    used_up: str | None = None  # from there on only native is left
     for entry in entries_for(op, device, mode):
         impl = op.registered[entry.provider]
         reason = why_never(impl, device) or _why_not_now(impl, args)
-        if reason is None and chosen is not None:
+        accepted = reason is None
+        if accepted and chosen is not None:
             candidates.append(Candidate(entry.provider, True, f"{chosen.provider} comes first", entry.origin))
             continue
-        candidates.append(Candidate(entry.provider, reason is None, reason, entry.origin))
+        if accepted and impl.provider != "native":
+            reason = used_up = used_up or bisecting.why_refused(op.name, impl.provider, mode)
+        candidates.append(Candidate(entry.provider, accepted, reason, entry.origin))
         if reason is None:
             chosen = impl
             if stop_at_first:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from irframework import dispatcher
+from irframework import bisecting, dispatcher
 from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
 from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
@@ -55,7 +55,7 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
 def _generate(op: "IrOp", donated: bool, context: Any) -> None:
     from irframework.platform import current_platform
 
-    if not load_plugins():  # what is chosen now may not last
+    if not load_plugins() or bisecting.active():  # what is chosen now may not last, or each call must be looked at
         return
     generation = registry.generation
     devices = list(dict.fromkeys((*current_platform().device_types, "cpu")))
@@ -126,6 +126,8 @@ def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
         The outputs, contiguous and of their own (with `donated`, they may be the donated tensors).
     """
     impl = resolve(op, args).impl
+    if not bisecting.takes_number(impl):
+        impl = resolve(op, args).impl
     return run_impl(impl, args, donated)
 
 

@@ -43,6 +43,8 @@ class Settings:
     fusion: bool
     disable_passes: tuple[str, ...]
     platform: str | None
+    bisect_limit: int | None
+    bisect_log: str | None
 
 
 @dataclass(slots=True)
@@ -77,6 +79,22 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def _word(text: str) -> str | None:
+    return text.strip() or None
+
+
+def _path(text: str) -> str | None:
+    return os.path.abspath(text) if text.strip() else None  # a program may change its directory
+
+
+def _count(text: str) -> int | None:
+    if not text.strip():
+        return None
+    if not text.strip().isdecimal():
+        raise ValueError("expected a number, 0 or more")
+    return int(text)
+
+
 def _level(text: str) -> str | None:
     level = text.strip().upper()
     if not level:
@@ -95,7 +113,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
     Variable("FUSION", _flag, True, "0: no fusion pass runs (this version has none yet)"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
-    Variable("PLATFORM", lambda text: text.strip() or None, None, "use this platform instead of the detected one"),
+    Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
+    Variable("BISECT_LIMIT", _count, None, "only so many choices of a kernel stand, all later ones are native"),
+    Variable("BISECT_LOG", _path, None, "append each numbered choice to this file, as a line of JSON"),
 )
 
 

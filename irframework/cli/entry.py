@@ -18,6 +18,7 @@ _COMMANDS = {
     "doctor": "what is installed here, what works, and why the rest does not",
     "ops": "the registered ops and their implementations",
     "explain": "how one call would be decided, and why",
+    "bisect": "find the op, its place and the kernel that make a command fail",
 }
 
 
@@ -28,12 +29,13 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None reads `sys.argv`.
 
     Returns:
-        0 when all is well, 1 when something is wrong (an error, or a finding of `doctor`), 130 after Ctrl-C. Wrong
-        usage leaves through `SystemExit(2)`, as argparse does.
+        0 when all is well, 1 when something is wrong (an error, a finding of `doctor`, or none of `bisect`), 130 after
+        Ctrl-C. Wrong usage leaves through `SystemExit(2)`, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is another program's
     try:
-        _check_op_options(arguments)
+        _check_op_options(own)
         chosen = _parser(arguments[0] if arguments else None).parse_args(arguments)
         if chosen.command is None:
             _parser(None).print_help()
@@ -47,7 +49,7 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        return _failed(error, as_json="--json" in arguments)
+        return _failed(error, as_json="--json" in own)
 
 
 def _check_op_options(arguments: Sequence[str]) -> None:

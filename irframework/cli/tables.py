@@ -56,6 +56,18 @@ def progress(what: str) -> Iterator[None]:
     print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def spinner(what: str) -> Iterator[None]:
+    """Shows on stderr that `what` is going on, where a person looks; leaves nothing behind."""
+    if _is_seen(sys.stderr):
+        from rich.console import Console
+
+        with Console(stderr=True).status(f"{what} ..."):
+            yield
+    else:
+        yield
+
+
 def _is_seen(stream: object) -> bool:
     is_terminal = getattr(stream, "isatty", None)
     return bool(is_terminal is not None and is_terminal()) and importlib.util.find_spec("rich") is not None
