@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from irframework import autocast
 from irframework.errors import ImplementationContractError
 from irframework.registry import registry
 
@@ -42,6 +43,10 @@ def register(op: "IrOp", library: Library) -> None:
         ctx.keyword_only = tuple((keyword_only_inputs or {}).values())  # never tensors: torch allows none there
 
     def backward(ctx: Any, *grads: Any) -> Any:
+        with autocast.off():
+            return differentiate(ctx, grads)
+
+    def differentiate(ctx: Any, grads: tuple[Any, ...]) -> Any:
         saved = list(ctx.saved_tensors)
         wanted = _wanted(ctx)
         current = registry.current(op)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
+from irframework import autocast
 from irframework.codegen import NUMBER_TYPES, compile_function, missing_test, number_type, passed_to
 from irframework.decision import Rejected
 
@@ -133,6 +134,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_forward_ad": torch.autograd.forward_ad,
         "_shares_storage": execution.shares_storage,
         "_grad_enabled": torch.is_grad_enabled,
+        "_autocast": autocast.is_active,
         "_contiguous_format": torch.contiguous_format,
         "_Tensor": Tensor,
         "_Parameter": Parameter,
@@ -198,6 +200,7 @@ class _Writer:
             for name in self.op.tensors
         )
         tests.append(f"not (_grad_enabled() and ({needs_grad}))")
+        tests.append("not _autocast()")
         return " and ".join(tests)
 
     def _numbers(self) -> set[str]:

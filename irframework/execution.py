@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from irframework import bisecting, dispatcher
+from irframework import autocast, bisecting, dispatcher
 from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
 from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
@@ -86,6 +86,9 @@ def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     form = op.maybe_inplace if donated else op
     if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
         return form.torch_op(**op.named(args))
+    if autocast.is_active():
+        with autocast.off():  # then the plain path may be right
+            return form(**op.named(args))
     check_arguments(op, args)
     if _transformed():
         return own_outputs(op, op.registered["native"].apply(args), args)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from irframework import codegen, symbolic
+from irframework import autocast, codegen, symbolic
 from irframework.conditions import Check, Predicate
 from irframework.decision import Rejected
 from irframework.digest import digest_of
@@ -153,6 +153,9 @@ class IrOpImpl:
         """Call the provider's function with arguments in the order of the op's signature, all defaults filled in."""
         if self._apply is None:
             self._apply = codegen.make_apply(self.op, self.fn)
+        if autocast.is_active():
+            with autocast.off():
+                return self._apply(**self.op.named(args))
         return self._apply(**self.op.named(args))
 
     def digest(self) -> str:

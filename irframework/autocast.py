@@ -1,0 +1,17 @@
+"""Ops and `torch.autocast`.
+
+Owns one rule: an op is opaque to autocast, forwards and backwards. It computes in the dtypes that it is given, whatever
+its implementation is made of, so eager and compiled agree and no provider returns another dtype than native. Casts go
+around an op, not into it.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._C._is_any_autocast_enabled`, `torch._C._DisableAutocast`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
+off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
