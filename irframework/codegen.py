@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from irframework.untraced import run_untraced
+
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
     from irframework.op import IrOp
@@ -63,7 +65,7 @@ def compile_function(name: str, source: str, names: dict[str, Any]) -> Callable[
     scope = dict(names)
     exec(compile(source, filename, "exec"), scope)
     function: Callable[..., Any] = scope[name]
-    return function
+    return run_untraced(function)
 
 
 def make_bind(op: "IrOp") -> Callable[..., tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from irframework.errors import PrioritySyntaxError, UnknownProviderError, suggest
 from irframework.registry import registry
 from irframework.settings import effective, layers, settings
+from irframework.untraced import breaks_graph, run_untraced
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -121,6 +122,9 @@ def parse_priorities(value: str | Mapping[str, Providers], where: str) -> dict[s
 # --- context and compile option -----------------------------------------------------------------------------------
 
 
+_BELONGS_AROUND = "`with ir.priority` belongs around a compiled function, not inside it"
+
+
 class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.priority(...)`
     """Put providers in front, for the calls inside a `with` block, in this thread or task only.
 
@@ -149,7 +153,7 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
                 f"ir.priority cannot decorate {func.__qualname__}: its body runs after the call, when the "
                 "priorities are no longer in force. Use `with ir.priority(...)` inside it."
             )
-        return super().__call__(func)
+        return breaks_graph(super().__call__(func), _BELONGS_AROUND)
 
     def __enter__(self) -> None:
         check_named(self.lists, "context")
@@ -161,6 +165,10 @@ class priority(contextlib.ContextDecorator):  # noqa: N801 - used as `with ir.pr
         *outer, last = _outer.get()
         _outer.set(tuple(outer))
         _context.set(last)
+
+
+for _method in (priority.__call__, priority.__enter__, priority.__exit__):
+    run_untraced(breaks_graph(_method, _BELONGS_AROUND))
 
 
 def _merged(inner: Mapping[str, tuple[str, ...]], outer: Overrides | None) -> Overrides:

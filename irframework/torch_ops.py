@@ -20,6 +20,7 @@ from torch.library import Library, infer_schema
 from irframework import autograd
 from irframework.errors import DuplicateOpError, InvalidOpError
 from irframework.registry import registry
+from irframework.untraced import run_untraced
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -174,14 +175,21 @@ def _define_overload(library: Library, op: "IrOp", qualified: str) -> None:
     from irframework.execution import run
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        return run(registry.current(op), op.bind(args, kwargs))
+        return _no_views(run(registry.current(op), op.bind(args, kwargs)))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         _notify_compiler(registry.current(op))
         return shape(registry.current(op), op.bind(args, kwargs))
 
-    library.impl(qualified, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=library)
+    library.impl(qualified, run_untraced(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{qualified}", run_untraced(fake), lib=library)
+
+
+def _no_views(outputs: Any) -> Any:
+    """Return outputs that autograd does not take for views of something else: those may not be written to."""
+    if isinstance(outputs, Tensor):
+        return outputs.data if outputs._is_view() else outputs
+    return type(outputs)(map(_no_views, outputs))
 
 
 def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:

@@ -25,6 +25,10 @@ from irframework.execution import shares_storage
 from irframework.priority import current_state, restored, snapshot
 
 _MAX_STATES = 64
+_OTHER_CHOICES = (  # Dynamo shows a guard's text as the reason why it compiles again, or no more
+    "irframework: kernel priorities differ from those this was compiled for (one compile per choice, "
+    "torch._dynamo.config.recompile_limit in all; further choices run uncompiled)"
+)
 _state_of: weakref.WeakKeyDictionary[TracingContext, Any] = weakref.WeakKeyDictionary()
 _guard_of: weakref.WeakKeyDictionary[TracingContext, Guard] = weakref.WeakKeyDictionary()
 
@@ -69,7 +73,7 @@ def _priority_guard(context: TracingContext) -> Guard:
     hits = hooks.cache_hits()
 
     def create(builder: Any, guard: Guard) -> None:
-        hooks.add_lambda_guard(builder, unchanged, "irframework: kernel priorities are unchanged", guard)
+        hooks.add_lambda_guard(builder, unchanged, _OTHER_CHOICES, guard)
         alive = reference()
         if alive is not None:
             report.close_compile(alive, cached=hooks.cache_hits() > hits)
@@ -93,6 +97,16 @@ def _unchanged_choices() -> Callable[[object], bool]:
         return answer
 
     return unchanged
+
+
+def new_guards_count(environment: Any) -> bool:
+    """Whether a guard on a size that is added now will make Dynamo compile again.
+
+    It will not in a backward graph that is compiled at its first run, nor in a program that was exported.
+    """
+    from irframework.compiler import hooks
+
+    return TracingContext.try_get() is not None and not environment.frozen and not hooks.compiles_ahead_of_time()
 
 
 def has_source(placeholder: Node) -> bool:
