@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 
 from irframework import bisecting
 from irframework.compiler.aliasing import Aliasing
+from irframework.compiler.clones import KeptCopy
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import Report, graph_number, location, source_line
@@ -119,7 +120,10 @@ class _Run:
         return bisecting.Lowered(source_line(node), node.name, graph_number(), self.settings.name)
 
     def _contiguous_activations(self, node: Node, op: IrOp, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An in-place implementation is given contiguous activations, as in eager mode."""
+        """An in-place implementation is given contiguous activations, as in eager mode.
+
+        This copy stays: it becomes the output, and an output is contiguous whatever was given away.
+        """
         changed = list(arguments)
         for index, name in enumerate(op.signature.parameters):
             argument = changed[index]
@@ -133,6 +137,9 @@ class _Run:
                     copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
                 copy.stack_trace = node.stack_trace
                 changed[index] = copy
+                self.report.clones_inserted += 1
+                reason = f"{argument.name} is not contiguous, and the output that takes its memory over must be"
+                self.report.kept_copies.append(KeptCopy(copy.name, op.name, reason))
         return tuple(changed)
 
     def _extend_chain(self, node: Node, op: IrOp, impl: IrOpImpl) -> tuple[str, ...]:
