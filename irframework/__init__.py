@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from irframework.hookspecs import hookimpl
     from irframework.impl import IrOpImpl
     from irframework.op import IrOp, Tolerance
+    from irframework.out_variants import define_out_variant
     from irframework.platform import Platform, current_platform
     from irframework.plugins import PluginInfo, load_plugins, plugins
     from irframework.priority import priority
@@ -45,6 +46,7 @@ _NAMES = {
     "configure": "config",
     "current_config": "config",
     "current_platform": "platform",
+    "define_out_variant": "out_variants",
     "explain": "dispatch",
     "hookimpl": "hookspecs",
     "install": "compiler",
@@ -71,6 +73,7 @@ __all__ = [
     "configure",
     "current_config",
     "current_platform",
+    "define_out_variant",
     "errors",
     "explain",
     "hookimpl",

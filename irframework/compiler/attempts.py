@@ -2,7 +2,7 @@
 
 Owns the copies of the graph that are kept meanwhile, the restoring, and the file. Does not own the passes.
 
-Private torch API, read in 2.11 and 2.13: `torch._inductor.runtime.runtime_utils.cache_dir`.
+Private torch API, read in 2.11 and 2.13: `torch._inductor.runtime.cache_dir_utils.cache_dir`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _op_text(node: Node) -> str:
 
 def _write(name: str, text: str) -> str | None:
     """Write the text of a graph to a file of its own; None where nothing can be written."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     try:
         folder = Path(cache_dir()) / "irframework" / "failed"

@@ -131,7 +131,7 @@ def lower(
     _give_values(module, example_inputs)
     attempt = Attempt.at(module.graph, Report(), nested=True)
     try:
-        for stage in (PrePass(ir_op_priority), PostPass(ir_op_priority)):
+        for stage in (PrePass(ir_op_priority, inductor=False), PostPass(ir_op_priority, inductor=False)):
             for each in reversed(list(module.modules())):
                 if isinstance(each, GraphModule):
                     stage(each.graph, inference and each is module)

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from irframework.compiler.aliasing import stand_in, storage_of
 from irframework.compiler.tracing import fake_like, fake_view
 
+LOWERED = "irframework_lowered"  # marks what an implementation brought in
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
 
 
@@ -71,6 +72,7 @@ def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any
                 kwargs = map_arg(inner.kwargs, lambda n: copies[n])
                 copies[inner] = new = graph.create_node(inner.op, inner.target, args, kwargs)
             new.meta.update(kept)
+            new.meta[LOWERED] = True
             new.meta.update({key: value for key, value in inner.meta.items() if key.startswith("irframework")})
             if "val" in inner.meta:
                 new.meta["val"] = fakes.copy(inner, new)

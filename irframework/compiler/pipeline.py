@@ -28,8 +28,10 @@ from irframework.compiler import guards, inductor_fault
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
+from irframework.compiler.inlining import LOWERED
 from irframework.compiler.lowering import Lowering
-from irframework.compiler.materialize import COPY, materialize
+from irframework.compiler.materialize import materialize
+from irframework.compiler.planned_outputs import plan_outputs
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
 from irframework.compiler.versions import count_overwriting
@@ -54,10 +56,12 @@ class Context:
     Attributes:
         report: Where it says what it did.
         inference: Whether the graph is known to be for inference.
+        inductor: Whether Inductor compiles it.
     """
 
     report: Report
     inference: bool
+    inductor: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +135,15 @@ def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
         Step("remove_copies", lambda graph, context: remove_copies(graph, context.report, context.inference)),
         Step("settle_donations", lambda graph, context: settle_donations(graph)),
         Step("count_overwriting", lambda graph, context: count_overwriting(graph)),
+        Step("plan_outputs", _plan_outputs),
         *_foreign(AFTER),
         Step("verify", lambda graph, context: verify(graph)),
     ]
+
+
+def _plan_outputs(graph: Graph, context: Context) -> None:
+    if context.inductor:
+        plan_outputs(graph, context.report)
 
 
 def _warn_about_passes(disabled: set[str]) -> None:
@@ -193,7 +203,7 @@ def _holds_ir_ops(graph: Graph) -> bool:
 
 def _concerns_us(graph: Graph) -> bool:
     """Whether a post-grad graph holds IR ops, or what an earlier stage made of them."""
-    return _holds_ir_ops(graph) or any(COPY in node.meta for node in graph.nodes)
+    return _holds_ir_ops(graph) or any(LOWERED in node.meta for node in graph.nodes)
 
 
 def _is_inference_graph() -> bool:
@@ -239,8 +249,9 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
 
     stage: str
 
-    def __init__(self, option_priority: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, option_priority: Mapping[str, Any] | None = None, *, inductor: bool = True) -> None:
         self.option_priority = dict(option_priority or {})
+        self.inductor = inductor
         self.lowering = Lowering(inplace=self.stage == AFTER)
 
     @property
@@ -259,7 +270,7 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
                 report = current_report()
                 assert report is not None
                 bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])
-                _run(self.stage, steps, graph, Context(report, is_inference))
+                _run(self.stage, steps, graph, Context(report, is_inference, self.inductor))
 
     def uuid(self) -> str | None:
         """The cache key of the very list that runs; None (no caching) if a plugin's pass has none."""

@@ -12,7 +12,7 @@ from irframework.compiler.clones import GRANTED
 from irframework.compiler.materialize import KERNEL
 from irframework.compiler.report import location
 from irframework.errors import VerifyError
-from irframework.torch_ops import NAMESPACE
+from irframework.torch_ops import NAMESPACE, op_of
 
 
 def verify(graph: Graph) -> None:
@@ -23,7 +23,7 @@ def verify(graph: Graph) -> None:
     """
     for node in graph.nodes:
         if node.op == "call_function" and getattr(node.target, "namespace", None) == NAMESPACE:
-            raise VerifyError(f"{node.target} (node {node.name}) was not lowered{location(node)}.")
+            raise VerifyError(f"{node.target} (node {node.name}) was not lowered: {_why_left(node)}{location(node)}.")
     try:
         graph.lint()
     except Exception as error:
@@ -43,6 +43,20 @@ def verify(graph: Graph) -> None:
                         "This is a fault of irframework: please report it with this graph; "
                         "IRFRAMEWORK_DISABLE_PASSES=remove_copies avoids it."
                     )
+
+
+def _why_left(node: Node) -> str:
+    found = op_of(node.target)
+    if found is None:
+        return (
+            "no op of that name is declared in this process; import the module, or install the plugin, that declares it"
+        )
+    if "val" not in node.meta:
+        return "it has no fake value, so nothing could be decided; a pass that makes nodes must give them meta['val']"
+    return (
+        f"the pass that lowers op {found[0].name!r} did not meet it; a pass that runs after lowering must not bring "
+        "in IR ops"
+    )
 
 
 def _what(root: Node) -> str:

@@ -10,6 +10,7 @@ from irframework.compiler import pipeline
 from irframework.compiler.pipeline import AFTER, BEFORE
 from irframework.compiler.report import graph_text
 from irframework.errors import DonationError, LoweringError, VerifyError
+from irframework.registry import registry
 
 
 def test_a_pass_that_fails_is_named(monkeypatch, add):
@@ -107,3 +108,23 @@ def test_a_use_after_donation_leaves_the_captured_graph_as_it_was(add):
     run(misuse, *tensors((4, 8), (4, 8), (8,)), backend=backend)
     ((before, after),) = kept
     assert before == after
+
+
+def test_an_op_that_a_late_pass_brings_in_is_an_error_with_the_reason(monkeypatch, add, scale):
+    def late(graph):
+        output = graph.output_node()
+        (first, *rest) = output.args[0]
+        with graph.inserting_before(output):
+            again = graph.call_function(scale.torch_op, (first,))
+        again.meta["val"] = first.meta["val"]
+        output.args = ((again, *rest),)
+
+    message, _, _ = lowered_text_of_a_failing_pass(monkeypatch, add, AFTER, late)
+    assert "must not bring in IR ops" in message
+
+
+def test_an_op_that_nobody_declares_here_is_an_error_with_the_reason(monkeypatch, add):
+    module = make_fx(lambda *a: add.op(*a), tracing_mode="fake")(*tensors((4, 8), (4, 8), (8,)))
+    monkeypatch.delitem(registry.ops, add.op.name)
+    with pytest.raises(VerifyError, match="declared in this process"):
+        ir.compiler.lower(module)

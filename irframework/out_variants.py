@@ -1,0 +1,83 @@
+"""Kernels that write into outputs they are given: a functional torch op with an overload `.out`.
+
+Owns the declaration of such overloads, and everything that differs between torch versions about them. A compiler can
+plan memory for outputs that it allocates itself; `compiler/planned_outputs.py` sees to that.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._library._out_variant.to_out_variant`. The tag is called
+`torch.Tag.out` in 2.13 and `torch.Tag.out_variant` in 2.11. Inductor uses such overloads in 2.13 only.
+"""
+
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from irframework.errors import InvalidOpError
+
+
+def define_out_variant(library: Library, name: str) -> Any:
+    """Give a functional torch op of a plugin an overload `.out`, which a compiler can hand planned memory to.
+
+    The overload takes the op's arguments and, by keyword, one tensor to write to for each result: `out`, or `out0`,
+    `out1`, ... if there are several. It returns them. Its kernel is registered as any other, under `NAME.out`, in
+    Python or in C++; it may rely on contiguous outputs of the shapes and dtypes that the op's fake implementation
+    gives.
+
+    Example:
+        >>> library = torch.library.Library("my_kernels_doc", "DEF")
+        >>> library.define("double(Tensor x) -> Tensor")
+        'double'
+        >>> ir.define_out_variant(library, "double")
+        <OpOverload(op='my_kernels_doc.double', overload='out')>
+
+    Args:
+        library: The library that defines the op, or a fragment of its namespace; keep it alive.
+        name: The op's name, without namespace and overload.
+
+    Returns:
+        The overload.
+
+    Raises:
+        InvalidOpError: There is no such op, it writes to its arguments, or it returns something else than tensors.
+    """
+    qualified = f"{library.ns}::{name}"
+    try:
+        schema = getattr(getattr(torch.ops, library.ns), name).default._schema
+    except AttributeError:
+        raise InvalidOpError(
+            f"define_out_variant: there is no torch op {qualified}. Define the functional op first."
+        ) from None
+    if schema.is_mutable or not schema.returns or any(str(r.type) != "Tensor" for r in schema.returns):
+        raise InvalidOpError(
+            f"define_out_variant: {schema} is not functional. Only an op that returns fresh tensors, and writes to "
+            "none of its arguments, can have outputs planned for it."
+        )
+    outputs = ["out"] if len(schema.returns) == 1 else [f"out{index}" for index in range(len(schema.returns))]
+    kinds = [f"Tensor({chr(ord('a') + index)}!)" for index in range(len(outputs))]
+    arguments = str(schema).partition("(")[2].rpartition(") -> ")[0]
+    separator = ", " if any(argument.kwarg_only for argument in schema.arguments) else ", *, "
+    written = ", ".join(f"{kind} {output}" for kind, output in zip(kinds, outputs, strict=True))
+    result = kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+    library.define(f"{name}.out({arguments}{separator if arguments else '*, '}{written}) -> {result}", tags=(_tag(),))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        given = tuple(kwargs[output] for output in outputs)
+        return given[0] if len(given) == 1 else given
+
+    torch.library.register_fake(f"{qualified}.out", fake, lib=library)
+    return getattr(getattr(torch.ops, library.ns), name).out
+
+
+def _tag() -> Any:
+    return getattr(torch.Tag, "out", None) or torch.Tag.out_variant
+
+
+def out_variant_of(target: Any) -> Any:
+    """Return the overload that writes into given outputs, where Inductor knows how to use it; else None."""
+    if not hasattr(torch.Tag, "out"):  # before 2.13 Inductor lets the op allocate
+        return None
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
+        return None
+    from torch._library._out_variant import to_out_variant
+
+    return None if target._schema.is_mutable or target._schema.name.endswith("_") else to_out_variant(target)
