@@ -8,10 +8,15 @@ Private torch API used here (read in 2.11 and 2.13): `torch._C._is_any_autocast_
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 is_active: Callable[[], bool] = torch._C._is_any_autocast_enabled
 off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+
+
+def disabled() -> AbstractContextManager[Any]:
+    """A context without autocast. Where there is none it is empty, and Dynamo can trace it."""
+    return off() if is_active() else nullcontext()

@@ -3,18 +3,21 @@
 Owns the backward of every op: the vjp of native, recomputed from the saved inputs, or the registered one. A call that
 needs gradients never overwrites its inputs. Does not run forwards.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._C._after_autograd_keyset`, for redispatch below autograd.
+Private torch API used here (read in 2.11 and 2.13): `torch._C._after_autograd_keyset`, for redispatch below autograd;
+`torch._library.autograd.make_autograd_impl` and `Info`, from which `torch.library.register_autograd` makes its kernel.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 from torch.library import Library
 
 from irframework import autocast
 from irframework.errors import ImplementationContractError
 from irframework.registry import registry
+from irframework.untraced import run_untraced
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -38,12 +41,15 @@ def register(op: "IrOp", library: Library) -> None:
             else:
                 layout.append(None)
         ctx.save_for_backward(*flat)
+        ctx.set_materialize_grads(False)  # an output that nobody used adds nothing, not zero times its derivative
+        ctx.outputs = [_description(item) for item in (output if isinstance(output, tuple) else (output,))]
         ctx.layout = layout
         ctx.constants = [value if place is None else None for place, value in zip(layout, inputs, strict=True)]
         ctx.keyword_only = tuple((keyword_only_inputs or {}).values())  # never tensors: torch allows none there
 
+    @run_untraced
     def backward(ctx: Any, *grads: Any) -> Any:
-        with autocast.off():
+        with autocast.disabled():
             return differentiate(ctx, grads)
 
     def differentiate(ctx: Any, grads: tuple[Any, ...]) -> Any:
@@ -51,11 +57,20 @@ def register(op: "IrOp", library: Library) -> None:
         wanted = _wanted(ctx)
         current = registry.current(op)
         if current.backward is not None:
-            return _spread(ctx, _registered(current, grads, _rebuild(ctx, saved)), registered=True)
+            return _spread(ctx, _registered(current, _filled(ctx, grads), _rebuild(ctx, saved)), registered=True)
         gradients = vjp_of_native(current, ctx, saved, grads, wanted)
         return _spread(ctx, gradients, registered=False)
 
-    torch.library.register_autograd(f"irframework::{op.name}", backward, setup_context=setup_context, lib=library)
+    recorded = make_autograd_impl(op.torch_op, Info(backward, setup_context))
+
+    def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        from irframework.execution import natively, transformed
+
+        if transformed():
+            return natively(registry.current(op), op.bind(args, kwargs))
+        return recorded(keyset, *args, **kwargs)
+
+    library.impl(op.name, run_untraced(autograd_kernel), "Autograd", with_keyset=True)
 
 
 def register_maybe_inplace(op: "IrOp", library: Library) -> None:
@@ -66,18 +81,38 @@ def register_maybe_inplace(op: "IrOp", library: Library) -> None:
     positional = len(op.signature.parameters) - len(keyword_only)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        from irframework.execution import transformed
+
         values = op.bind(args, kwargs)
-        if torch.is_grad_enabled() and any(_needs_grad(value) for value in values):
+        if transformed() or (torch.is_grad_enabled() and any(_needs_grad(value) for value in values)):
             return default(*values[:positional], **dict(zip(keyword_only, values[positional:], strict=True)))
         return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
-    library.impl(f"{op.name}.maybe_inplace", autograd_kernel, "Autograd", with_keyset=True)
+    library.impl(f"{op.name}.maybe_inplace", run_untraced(autograd_kernel), "Autograd", with_keyset=True)
 
 
 def _needs_grad(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
     return isinstance(value, (list, tuple)) and any(_needs_grad(item) for item in value)
+
+
+def _description(output: Tensor | list[Tensor]) -> Any:
+    """What zeros like an output are made of."""
+    if isinstance(output, list):
+        return [_description(item) for item in output]
+    return {"size": output.shape, "dtype": output.dtype, "device": output.device}
+
+
+def _filled(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients for a registered backward: zeros where an output was not used."""
+
+    def fill(gradient: Any, output: Any) -> Any:
+        if isinstance(output, list):
+            return [fill(*pair) for pair in zip(gradient or [None] * len(output), output, strict=True)]
+        return torch.zeros(**output) if gradient is None else gradient
+
+    return tuple(fill(*pair) for pair in zip(grads, ctx.outputs, strict=True))
 
 
 def _wanted(ctx: Any) -> list[bool]:

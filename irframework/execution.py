@@ -90,14 +90,19 @@ def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
         with autocast.off():  # then the plain path may be right
             return form(**op.named(args))
     check_arguments(op, args)
-    if _transformed():
-        return own_outputs(op, op.registered["native"].apply(args), args)
+    if transformed():
+        return natively(op, args)
     if _must_be_seen(args):
         return form.torch_op(**op.named(args))
     return run(op, args, donated)
 
 
-def _transformed() -> bool:
+def natively(op: "IrOp", args: tuple[Any, ...]) -> Any:
+    """Run native, so that whatever looks on sees its torch ops."""
+    return own_outputs(op, op.registered["native"].apply(args), args)
+
+
+def transformed() -> bool:
     """Whether a torch.func transform or forward-mode differentiation is active: only native's own torch ops know those.
 
     A torch op with a registered backward refuses torch.func, and drops a forward-mode derivative without a word.

@@ -136,12 +136,12 @@ def define(op: "IrOp") -> Handle:
         tags = (torch.Tag.pt2_compliant_tag,)
         library.define(f"{op.name}{op.schema}", tags=tags)
         _define_overload(library, op, op.name)
-        autograd.register(op, library)
         if op.allow_inplace:
             library.define(f"{op.name}.{MAYBE_INPLACE}{op.schema}", tags=tags)
             _define_overload(library, op, f"{op.name}.{MAYBE_INPLACE}")
         packet = getattr(getattr(torch.ops, NAMESPACE), op.name)
         op.torch_op = packet.default
+        autograd.register(op, library)
         if op.allow_inplace:
             op.maybe_inplace.torch_op = getattr(packet, MAYBE_INPLACE)
             autograd.register_maybe_inplace(op, library)
