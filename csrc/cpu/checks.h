@@ -72,6 +72,18 @@ inline void* data_of(const View& v) {
   return data;
 }
 
+// A caller's tensor to write to: contiguous, of the shape and dtype that the op's result would have.
+inline void check_output(const char* op, const char* name, const Tensor& out, const View& like, const int64_t* sizes) {
+  const View v = view_of(op, name, out);
+  bool fits = v.dtype == like.dtype && v.dims == like.dims && out.is_contiguous();
+  for (int64_t d = 0; fits && d < v.dims; ++d) fits = v.sizes[d] == sizes[d];
+  if (fits) return;
+  View wanted = like;
+  wanted.sizes = sizes;
+  fail(op, std::string(name) + " must be contiguous, with the dtype of " + like.name + " and shape " +
+               shape_of(wanted) + ", got shape " + shape_of(v));
+}
+
 inline void check_rank(const char* op, const View& v, int64_t least) {
   if (v.dims < least) {
     fail(op, std::string(v.name) + " must have at least " + std::to_string(least) + " dimension(s), got shape " +

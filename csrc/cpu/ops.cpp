@@ -102,6 +102,14 @@ Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon) {
   return out;
 }
 
+Tensor rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out) {
+  const View view = view_of("rms_norm", "x", x);
+  NormArgs args = norm_arguments("rms_norm", view, weight, epsilon);
+  check_output("rms_norm", "out", out, view, view.sizes);
+  rms_norm_into(view, args, out);
+  return out;
+}
+
 void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
   const char* op = "fused_add_rms_norm";
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
@@ -123,7 +131,8 @@ void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTenso
 
 // ---- silu_and_mul and gelu_and_mul -------------------------------------------------------------------------------
 
-Tensor gated(const char* op, const Tensor& x, Gate gate) {
+// Writes to `given`, or else to a new tensor.
+Tensor gated(const char* op, const Tensor& x, Gate gate, const Tensor* given = nullptr) {
   const View view = view_of(op, "x", x);
   check_rank(op, view, 1);
   check_dense_rows(op, view);
@@ -139,7 +148,8 @@ Tensor gated(const char* op, const Tensor& x, Gate gate) {
   int64_t sizes[64];
   for (int64_t d = 0; d < view.dims; ++d) sizes[d] = view.sizes[d];
   sizes[view.dims - 1] = args.cols;
-  Tensor out = new_contiguous(view, sizes);
+  if (given != nullptr) check_output(op, "out", *given, view, sizes);
+  Tensor out = given != nullptr ? *given : new_contiguous(view, sizes);
   args.x = data_of(view);
   args.out = out.data_ptr();
   const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
@@ -152,6 +162,12 @@ Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", x, Gate::sil
 
 Tensor gelu_and_mul(const Tensor& x, bool tanh_approximation) {
   return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf);
+}
+
+Tensor silu_and_mul_out(const Tensor& x, Tensor out) { return gated("silu_and_mul", x, Gate::silu, &out); }
+
+Tensor gelu_and_mul_out(const Tensor& x, bool tanh_approximation, Tensor out) {
+  return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf, &out);
 }
 
 // ---- rotary_embedding --------------------------------------------------------------------------------------------
@@ -175,8 +191,10 @@ void fill_rotary_tensor(const char* op, const View& v, const View& positions, in
   to.in = data_of(v);
 }
 
+// Writes to `outputs` if they are given, else puts new tensors there.
 void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs, Tensor* outputs, int count,
-            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox) {
+            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox, bool given = false) {
+  static const char* const output_names[2] = {"out0", "out1"};
   static const char* const names[2] = {"query", "key"};
   static const int32_t int64 = aoti_torch_dtype_int64();
   const View where = view_of(op, "positions", positions), cache = view_of(op, "cos_sin_cache", cos_sin_cache);
@@ -212,7 +230,11 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
     if (v.dtype != query.dtype) fail(op, "key must have the dtype of query");
     fill_rotary_tensor(op, v, where, head_size, args.tensors[k]);
     token_bytes += 2 * args.tensors[k].heads * head_size * bytes_of(args.type);
-    outputs[k] = new_contiguous(v, v.sizes);
+    if (given) {
+      check_output(op, count == 1 ? "out" : output_names[k], outputs[k], v, v.sizes);
+    } else {
+      outputs[k] = new_contiguous(v, v.sizes);
+    }
     args.tensors[k].out = outputs[k].data_ptr();
   }
   if (tokens > 0) run(active_kernels().rotary, args, tokens, token_bytes);
@@ -234,9 +256,26 @@ Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, cons
   return outputs[0];
 }
 
+std::tuple<Tensor, Tensor> rotary_embedding_out(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                                const Tensor& cos_sin_cache, int64_t head_size, bool is_neox,
+                                                Tensor out0, Tensor out1) {
+  const Tensor* inputs[2] = {&query, &key};
+  Tensor outputs[2] = {out0, out1};
+  rotary("rotary_embedding", positions, inputs, outputs, 2, cos_sin_cache, head_size, is_neox, true);
+  return {out0, out1};
+}
+
+Tensor rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
+                                  int64_t head_size, bool is_neox, Tensor out) {
+  const Tensor* inputs[1] = {&query};
+  rotary("rotary_embedding_query", positions, inputs, &out, 1, cos_sin_cache, head_size, is_neox, true);
+  return out;
+}
+
 }  // namespace
 }  // namespace irframework_vllm_c
 
+// The overloads `.out` are declared by the plugin's Python part: their tag has another name in every version of torch.
 STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float epsilon) -> Tensor");
   m.def("fused_add_rms_norm(Tensor(a!) x, Tensor(b!) x_residual, Tensor? weight, float epsilon) -> ()");
@@ -257,4 +296,9 @@ STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) {
   m.impl("gelu_and_mul", TORCH_BOX(&irframework_vllm_c::gelu_and_mul));
   m.impl("rotary_embedding", TORCH_BOX(&irframework_vllm_c::rotary_embedding));
   m.impl("rotary_embedding_query", TORCH_BOX(&irframework_vllm_c::rotary_embedding_query));
+  m.impl("rms_norm.out", TORCH_BOX(&irframework_vllm_c::rms_norm_out));
+  m.impl("silu_and_mul.out", TORCH_BOX(&irframework_vllm_c::silu_and_mul_out));
+  m.impl("gelu_and_mul.out", TORCH_BOX(&irframework_vllm_c::gelu_and_mul_out));
+  m.impl("rotary_embedding.out", TORCH_BOX(&irframework_vllm_c::rotary_embedding_out));
+  m.impl("rotary_embedding_query.out", TORCH_BOX(&irframework_vllm_c::rotary_embedding_query_out));
 }

@@ -4,14 +4,16 @@ Does not load the kernels at import: `supported` does, at first need.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_vllm_c.library import KernelsNotLoadedError, instruction_set, load_cpu_kernels
+from irframework_vllm_c.library import NAMESPACE, KernelsNotLoadedError, instruction_set, load_cpu_kernels
 
 # The namespace exists before the library is loaded; looking it up once saves 0.1 us a call.
 KERNELS = torch.ops.irframework_vllm_c
@@ -25,7 +27,21 @@ def kernels_load() -> bool | ir.Rejected:
         instruction_set()
     except (KernelsNotLoadedError, ValueError) as error:
         return ir.reject(str(error))
+    out_variants()
     return True
+
+
+@cache
+def out_variants() -> Library:
+    """Declares the `.out` overloads of the functional kernels, once; their kernels are in the library.
+
+    Returns:
+        What keeps them declared.
+    """
+    library = Library(NAMESPACE, "FRAGMENT")
+    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "rotary_embedding_query"):
+        ir.define_out_variant(library, name)
+    return library
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:

@@ -1,0 +1,83 @@
+"""The kernels' `.out` overloads: the same answers in given memory, refusals, and that compiled code uses them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from irframework_vllm_c import implementations
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+
+import irframework as ir
+
+KERNELS = torch.ops.irframework_vllm_c
+X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.linspace(0.5, 1.5, 64)
+CACHE = torch.randn(10, 16, generator=torch.Generator().manual_seed(1))
+
+ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
+    "rms_norm": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), 1e-6),
+    "silu_and_mul": lambda dtype: (X.to(dtype),),
+    "gelu_and_mul": lambda dtype: (X.to(dtype), True),
+    "rotary_embedding": lambda dtype: (torch.arange(6), X.to(dtype), X[:, :16].to(dtype), CACHE, 16, True),
+    "rotary_embedding_query": lambda dtype: (torch.arange(6), X.to(dtype), CACHE, 16, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _loaded() -> None:
+    assert implementations.kernels_load() is True
+
+
+def outputs_like(result: Tensor | tuple[Tensor, ...]) -> dict[str, Tensor]:
+    if isinstance(result, Tensor):
+        return {"out": torch.full_like(result, float("nan"))}
+    return {f"out{index}": torch.full_like(each, float("nan")) for index, each in enumerate(result)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_the_result_is_in_the_given_memory_bit_for_bit(name: str, dtype: torch.dtype) -> None:
+    args = ARGUMENTS[name](dtype)
+    want = getattr(KERNELS, name).default(*args)
+    given = outputs_like(want)
+    returned = getattr(KERNELS, name).out(*args, **given)
+    for output, right in zip(given.values(), (want,) if isinstance(want, Tensor) else want, strict=True):
+        assert torch.equal(output, right)
+    first = returned if isinstance(returned, Tensor) else returned[0]
+    assert first.data_ptr() == next(iter(given.values())).data_ptr()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda y: y[:-1], lambda y: y.double(), lambda y: y.t().contiguous().t()],
+    ids=["shape", "dtype", "layout"],
+    [lambda y: y[:-1], lambda y: y.double(), lambda y: y.t().contiguous().t()],
+    ids=["shape", "dtype", "layout"],
+)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_memory_that_does_not_fit_is_refused(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
+    args = ARGUMENTS[name](torch.float32)
+    given = outputs_like(getattr(KERNELS, name).default(*args))
+    last = list(given)[-1]
+    given[last] = wrong(given[last])
+    with pytest.raises(RuntimeError, match=f"{name}: {last} must be contiguous"):
+        getattr(KERNELS, name).out(*args, **given)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="Inductor uses .out overloads from torch 2.13 on")
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_code_writes_to_planned_memory(dynamic: bool) -> None:
+    def block(x: Tensor, key: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        y = ir.ops.rms_norm(x, weight, 1e-6)
+        gated = torch.cat((ir.ops.silu_and_mul(y), ir.ops.gelu_and_mul(y, "tanh")), dim=-1)
+        return ir.ops.rotary_embedding(positions, gated, key, CACHE, 16)
+
+    args = (X, X[:, :16].contiguous(), WEIGHT, torch.arange(6))
+    torch._dynamo.reset()
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
+        got, code = run_and_get_code(torch.compile(block, backend="irframework", dynamic=dynamic), *args)
+        torch.testing.assert_close(got, block(*args))
+    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"):
+        assert f"irframework_vllm_c.{name}.out(" in code[0]
