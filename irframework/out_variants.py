@@ -23,13 +23,6 @@ def define_out_variant(library: Library, name: str) -> Any:
     Python or in C++; it may rely on contiguous outputs of the shapes and dtypes that the op's fake implementation
     gives.
 
-    Example:
-        >>> library = torch.library.Library("my_kernels_doc", "DEF")
-        >>> library.define("double(Tensor x) -> Tensor")
-        'double'
-        >>> ir.define_out_variant(library, "double")
-        <OpOverload(op='my_kernels_doc.double', overload='out')>
-
     Args:
         library: The library that defines the op, or a fragment of its namespace; keep it alive.
         name: The op's name, without namespace and overload.

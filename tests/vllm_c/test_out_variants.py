@@ -53,8 +53,6 @@ def test_the_result_is_in_the_given_memory_bit_for_bit(name: str, dtype: torch.d
     "wrong",
     [lambda y: y[:-1], lambda y: y.double(), lambda y: y.t().contiguous().t()],
     ids=["shape", "dtype", "layout"],
-    [lambda y: y[:-1], lambda y: y.double(), lambda y: y.t().contiguous().t()],
-    ids=["shape", "dtype", "layout"],
 )
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_memory_that_does_not_fit_is_refused(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
