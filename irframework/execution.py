@@ -22,6 +22,7 @@ from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
 from irframework.priority import current_context, entries_for
 from irframework.registry import load_plugins, registry
+from irframework.settings import settings
 from irframework.torch_ops import shape
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def other_context(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
 def _generate(op: "IrOp", donated: bool, context: Any) -> None:
     from irframework.platform import current_platform
 
-    if not load_plugins() or bisecting.active():  # what is chosen now may not last, or each call must be looked at
+    # what is chosen now may not last, or each call must be looked at
+    if not load_plugins() or bisecting.active() or settings().check_donation:
         return
     generation = registry.generation
     devices = list(dict.fromkeys((*current_platform().device_types, "cpu")))
@@ -92,7 +94,16 @@ def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     check_arguments(op, args)
     if transformed():
         return natively(op, args)
+    if settings().check_donation:
+        from irframework import donation
+
+        return donation.checked(op, donated, args, lambda: _seen_or_run(op, donated, args))
+    return _seen_or_run(op, donated, args)
+
+
+def _seen_or_run(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     if _must_be_seen(args):
+        form = op.maybe_inplace if donated else op
         return form.torch_op(**op.named(args))
     return run(op, args, donated)
 

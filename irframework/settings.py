@@ -43,6 +43,7 @@ class Settings:
     fusion: bool
     disable_passes: tuple[str, ...]
     platform: str | None
+    check_donation: bool
     bisect_limit: int | None
     bisect_log: str | None
 
@@ -114,6 +115,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("FUSION", _flag, True, "0: no fusion pass runs (this version has none yet)"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
+    Variable("CHECK_DONATION", _flag, False, "1: eager calls find who uses a tensor after `maybe_inplace` took it"),
     Variable("BISECT_LIMIT", _count, None, "only so many choices of a kernel stand, all later ones are native"),
     Variable("BISECT_LOG", _path, None, "append each numbered choice to this file, as a line of JSON"),
 )
