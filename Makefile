@@ -3,6 +3,7 @@
 #
 #   make demo    a real model answers a prompt, and tables say which kernel ran each op
 #   make test    the tests
+#   make fuzz    many random programs, compiled and eager (GRAPHS=20000 JOBS=2 SEED=... BACKEND=lowered|inductor)
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -14,13 +15,17 @@ TYPED := irframework $(wildcard plugins/*/src)
 
 PROMPT ?= What is the capital of France?
 PYTEST_ARGS ?=
+GRAPHS ?= 20000
+JOBS ?= 2
+BACKEND ?= lowered
+FUZZ_ARGS ?=
 DIST ?= dist
 
 # Models come from installed packages, never from a network; compiled code is kept inside the clone.
 export HF_HUB_OFFLINE := 1
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: demo test test-main test-fakedev test-sycl setup lint format docs bench wheels clean help
+.PHONY: demo test test-main test-fakedev test-sycl fuzz setup lint format docs bench wheels clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +93,9 @@ test-fakedev: setup  # the PrivateUse1 device can be renamed once per process
 
 test-sycl: setup  # the SYCL runtime finds its CPU device through this variable
 	$(call in_own_process,sycl,OCL_ICD_FILENAMES=$(CURDIR)/$(VENV)/lib/libintelocl.so)
+
+fuzz: $(VENV)/.stamp-dev $(VENV)/.stamp-plugin-vllm_c
+	$(BIN)/python tests/fuzz/run.py --graphs $(GRAPHS) --jobs $(JOBS) --backend $(BACKEND) $(if $(SEED),--seed $(SEED)) $(FUZZ_ARGS)
 
 # ---- quality --------------------------------------------------------------------------------------------------------
 lint: setup

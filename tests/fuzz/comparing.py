@@ -1,0 +1,309 @@
+"""Runs a program compiled and in eager mode, and compares everything that can be seen.
+
+Owns the comparison: outputs, the memory behind the arguments (except what was donated), which outputs share memory
+with what, and gradients. Also tells faults of torch from ours: where the same program with plain torch functions in
+place of the ops fails just so, torch is at fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from programs import ROWS, Arguments, Program, Written, arguments, elements, storage, write
+from providers import declare, priorities, scope
+from statements import STATEMENTS
+from torch import Tensor
+
+import irframework as ir
+from irframework.compiler.overlap import disjoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compiler"))
+
+from compiler_support import lowered
+
+BACKENDS: dict[str, Any] = {"lowered": lowered, "irframework": "irframework", "stock": "inductor"}
+# The same path without IR ops: where it fails as well, the fault is torch's.
+PLAIN: dict[str, Any] = {"lowered": "aot_eager", "irframework": "inductor", "stock": "inductor"}
+OTHER_ROWS = 6
+
+
+class DifferenceError(AssertionError):
+    """A compiled program differs from eager native."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was compared so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    torch_faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run showed."""
+
+    results: tuple[Tensor, ...]
+    arguments: Arguments
+    gradients: list[Tensor | None]
+
+
+def check(program: Program, backend: str, device: str = "cpu", tally: Tally | None = None) -> None:
+    """Compare one program with eager native.
+
+    Raises:
+        DifferenceError: With the source of the program.
+    """
+    tally = tally if tally is not None else Tally()
+    meanings = scope(device, meanings=True)
+    with quiet():
+        written = write(program, meanings, STATEMENTS, disjoint, device)
+        tally.counts["programs"] += 1
+        if not written.calls:
+            tally.counts["without an op"] += 1
+            return
+        want = _reference(program, written, meanings, device, ROWS)
+        if want is None:
+            tally.counts["no meaning in eager"] += 1
+            return
+        if program.mode == "training" and _refused_by_autograd(program, written, device):
+            tally.counts["refused by autograd"] += 1
+            return
+        title = f"backend {backend}, {program.mode}, {program.shapes}, {_providers(program)}"
+        text = f"{title}\n{written.source}{program!r}"
+        try:
+            _compare(program, written, want, backend, device, tally)
+        except Exception as error:
+            fault = _fails_without_ops(program, written, want, backend, device)
+            if fault is None:
+                raise DifferenceError(f"{_first_lines(error)}\n{text}") from error
+            tally.counts["torch's own fault"] += 1
+            tally.torch_faults.append(f"{fault}\n{text}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without warnings and logs: many programs do what torch, or the framework, warns about."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _providers(program: Program) -> str:
+    return ", ".join(f"{op}={names[0]}" for op, names in priorities(program.providers).items())
+
+
+def _first_lines(error: Exception) -> str:
+    return "\n".join(f"{type(error).__name__}: {error}".splitlines()[:25])
+
+
+def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    found = dict(names)
+    exec(source, found)
+    function: Callable[..., Any] = found["f"]
+    return function
+
+
+def _reference(program: Program, written: Written, meanings: dict[str, Any], device: str, rows: int) -> Seen | None:
+    function = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), meanings)
+    try:
+        return _run(function, program, arguments(program, device, rows))
+    except Exception:
+        return None
+
+
+def _refused_by_autograd(program: Program, written: Written, device: str) -> bool:
+    """Whether autograd refuses the program: an op saves its inputs, and its outputs all need gradients.
+
+    So a later write to an input of an op, or `out=` for its output, is an error where native's own torch functions
+    would have allowed it.
+    """
+    function = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False))
+    try:
+        with ir.priority({op: ["native"] for op in priorities(program.providers)}):
+            _run(function, program, arguments(program, device))
+    except RuntimeError:
+        return True
+    return False
+
+
+def _run(function: Callable[..., Any], program: Program, given: Arguments) -> Seen:
+    with ExitStack() as stack:
+        if program.mode == "training":
+            stack.enter_context(torch.enable_grad())
+        elif program.mode == "inference_mode":
+            stack.enter_context(torch.inference_mode())
+        else:
+            stack.enter_context(torch.no_grad())
+        results = function(*given.passed)
+    gradients: list[Tensor | None] = []
+    if program.mode == "training" and given.leaves:
+        generator = torch.Generator().manual_seed(5)
+        loss = torch.zeros((), dtype=torch.float64)
+        for result in results:
+            weights = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result)
+            if result.requires_grad:
+                loss = loss.to(result.device) + (result * weights).sum()
+        gradients = [None] * len(given.leaves)  # an op's output may need a gradient that is zero
+        if loss.requires_grad:
+            gradients = list(torch.autograd.grad(loss, given.leaves, allow_unused=True))
+    return Seen(tuple(results), given, gradients)
+
+
+def _compare(program: Program, written: Written, want: Seen, backend: str, device: str, tally: Tally) -> None:
+    function = _function(written.source, scope(device, meanings=False))
+    with ir.priority(priorities(program.providers)):
+        eager = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False))
+        _differ(_run(eager, program, arguments(program, device)), want, written, "eager with these providers")
+        torch._dynamo.reset()
+        dynamic = {"dynamic": True}.get(program.shapes)
+        compiled = torch.compile(function, backend=BACKENDS[backend], dynamic=dynamic)
+        given = arguments(program, device)
+        if program.shapes == "marked":
+            for tensor in given.passed[:-1]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        before = _report_counts()
+        seen = _run(compiled, program, given)
+        _count(before, tally)
+        _differ(seen, want, written, "compiled")
+        _differ(_run(compiled, program, arguments(program, device)), want, written, "compiled, called again")
+        tally.counts["compared"] += 1
+        tally.counts[f"compared: {backend}"] += 1
+        tally.counts[f"compared: {program.mode}"] += 1
+        tally.counts[f"compared: {program.shapes}"] += 1
+        tally.counts["with donations"] += bool(written.donations)
+        if program.shapes != "static":
+            _compare_other_size(program, written, compiled, device, tally)
+
+
+def _compare_other_size(
+    program: Program, written: Written, compiled: Callable[..., Any], device: str, tally: Tally
+) -> None:
+    want = _reference(program, written, scope(device, meanings=True), device, OTHER_ROWS)
+    if want is None:
+        return
+    other = Written(
+        written.source,
+        [
+            set(range(base.untyped_storage().nbytes())) if given else set()
+            for base, given in zip(want.arguments.bases, written.given, strict=True)
+        ],
+    )
+    seen = _run(compiled, program, arguments(program, device, OTHER_ROWS))
+    _differ(seen, want, other, f"compiled, called with {OTHER_ROWS} rows")
+    tally.counts["another size"] += 1
+
+
+def _report_counts() -> Any:
+    return ir.last_report()
+
+
+def _count(before: Any, tally: Tally) -> None:
+    report = ir.last_report()
+    if report is not None and report is not before:
+        tally.counts["copies removed"] += report.clones_removed
+        tally.counts["copies kept"] += report.clones_inserted - report.clones_removed
+        tally.counts["inputs given away"] += sum(d.kind == "input" for d in report.donated)
+
+
+def _differ(got: Seen, want: Seen, written: Written, what: str) -> None:
+    """Raise if two runs differ in anything that can be seen."""
+    for index, (a, b) in enumerate(zip(got.results, want.results, strict=True)):
+        _close(a, b, f"{what}: output {index}")
+    for index, (a, b) in enumerate(zip(got.arguments.bases, want.arguments.bases, strict=True)):
+        given = written.given[index]
+        if given:
+            untouched = torch.ones(a.untyped_storage().nbytes(), dtype=torch.bool)
+            untouched[list(given)] = False
+            a, b = (_memory(t)[untouched.reshape(-1, t.element_size()).all(1).to(t.device)] for t in (a, b))
+        _close(a, b, f"{what}: memory {index} of the arguments")
+    for index, (a, b) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        leaf = want.arguments.leaves[index]
+        a, b = (torch.zeros_like(leaf) if gradient is None else gradient for gradient in (a, b))
+        _close(a, b, f"{what}: gradient {index}")
+    _same_sharing(got, want, written, what)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, as its dtype."""
+    whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((whole,), (1,), 0)
+
+
+def _close(a: Tensor, b: Tensor, what: str) -> None:
+    exact = a.dtype == torch.float64
+    torch.testing.assert_close(
+        a.detach(),
+        b.detach(),
+        rtol=1e-6 if exact else 1e-3,
+        atol=1e-6 if exact else 1e-4,
+        equal_nan=True,
+        msg=lambda message: f"{what}: {message}\ngot  {a.flatten()[:12].tolist()}\nwant {b.flatten()[:12].tolist()}",
+    )
+
+
+def _same_sharing(got: Seen, want: Seen, written: Written, what: str) -> None:
+    """Outputs share elements with each other and with the arguments exactly as in eager mode."""
+    given = {storage(base) for base, taken in zip(got.arguments.bases, written.given, strict=True) if taken}
+    values = [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(got.results, want.results, strict=True))]
+    passed = zip(got.arguments.passed, want.arguments.passed, strict=True)
+    values += [(f"argument {i}", a, b) for i, (a, b) in enumerate(passed)]
+    for (name, a, b), (other, c, d) in itertools.combinations(values, 2):
+        if name.startswith("argument"):
+            break
+        shares, should = _share(a, c), _share(b, d)
+        if shares and not should and not (other.startswith("argument") and storage(a) in given):
+            raise DifferenceError(f"{what}: {name} shares memory with {other}, which it does not in eager mode")
+        if should and not shares:
+            raise DifferenceError(f"{what}: {name} shares no memory with {other}, which it does in eager mode")
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    return storage(a) == storage(b) and bool(elements(a) & elements(b))
+
+
+def _fails_without_ops(program: Program, written: Written, want: Seen, backend: str, device: str) -> str | None:
+    """How the same program without IR ops fails, if it does."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        _function(written.source, scope(device, meanings=True)),
+        backend=PLAIN[backend],
+        dynamic={"dynamic": True}.get(program.shapes),
+    )
+    try:
+        given = arguments(program, device)
+        if program.shapes == "marked":
+            for tensor in given.passed[:-1]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        _differ(_run(compiled, program, given), want, written, "compiled without IR ops")
+        _differ(_run(compiled, program, arguments(program, device)), want, written, "again without IR ops")
+        if program.shapes != "static":
+            _compare_other_size(program, written, compiled, device, Tally())
+    except Exception as error:
+        return _first_lines(error)
+    finally:
+        torch._dynamo.reset()
+    return None
+
+
+def prepare() -> None:
+    """Declare the ops before anything is timed or counted."""
+    declare()

@@ -1,0 +1,21 @@
+"""Faults of torch that the fuzzer leaves out, each without an IR op. A test that fails here says: take the rule away."""
+
+import pytest
+import torch
+from comparing import quiet
+from providers import NAMESPACE
+
+
+def poke(x):
+    getattr(torch.ops, NAMESPACE).poke_(x[:2])
+    return x * 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_custom_op_that_mutates_a_part_of_an_argument_with_an_offset_mutates_another_part(backend):
+    memory, same = torch.ones(5, 8), torch.ones(5, 8)
+    with quiet(), torch.no_grad():
+        want = poke(memory[1:])
+        got = torch.compile(poke, backend=backend)(same[1:])
+    assert not torch.equal(got, want)
+    assert not torch.equal(same, memory)
