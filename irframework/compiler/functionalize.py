@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from irframework.compiler import guards
 from irframework.compiler.aliasing import storage_of
 from irframework.compiler.clones import donate_op
+from irframework.compiler.frames import Frame
 from irframework.compiler.overlap import disjoint_in_example
 from irframework.compiler.report import Donation, Report, source_line
 from irframework.errors import DonationError
@@ -52,18 +53,22 @@ def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -
     Raises:
         DonationError: A tensor, or something that shares its memory, is used after it was donated.
     """
+    _functionalize(graph, report, donate_inputs, Frame.current())
+
+
+def _functionalize(graph: Graph, report: Report, donate_inputs: bool, frame: Frame | None) -> None:
     donated_inputs: list[Node] = []
     uses: _Uses | None = None
     for node in list(graph.nodes):
         found = op_of(node.target) if node.op == "call_function" else None
         if found is not None and found[1]:
-            uses = uses or _Uses(graph)
+            uses = uses or _Uses(graph, frame)
             donated_inputs += _rewrite(graph, node, found[0], uses, report, donate_inputs)
     if donated_inputs:
         guards.inputs_stay_apart(graph, donated_inputs)
     for module in _submodules(graph):
         # the body of a branch or checkpoint: what it is given belongs to the graph around it
-        functionalize(module.graph, report, donate_inputs=False)
+        _functionalize(module.graph, report, False, None)
         module.recompile()
 
 
@@ -165,9 +170,11 @@ class _Use:
 class _Uses:
     """Who touches which storage in a pre-grad graph, by position."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, frame: Frame | None) -> None:
         self.position = {node: position for position, node in enumerate(graph.nodes)}
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.frame = frame
+        self._returns = frame is None or frame.returns
         self._touches: dict[int, list[_Use]] = {}
         for node, position in self.position.items():
             for source in node.all_input_nodes:
@@ -184,18 +191,14 @@ class _Uses:
         for use in self._touches.get(storage, ()):
             if use.position <= self.position[call] or self._only_looks(use, storage):
                 continue
-            touched = [tensor for tensor in _tensors(_value(use.through)) if storage_of(tensor) == storage]
-            if all(disjoint_in_example(tensor, value) for tensor in touched):
+            if _apart(use, value) or (use.node.op == "output" and not self._returns):
                 continue
             verb = "returned" if use.node.op == "output" else f"used by {_name(use.node)!r} (node {use.node.name})"
             through = "" if use.through is donated else f" through {_label(use.through)!r}, which shares its memory,"
-            raise DonationError(
-                f"{_label(donated)!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
-                f"{verb}{through} afterwards. A donated tensor may have been overwritten: use the op's result, or "
-                f"call {op.name} itself instead of its maybe_inplace.\n"
-                f"  donated at: {source_line(call) or 'unknown'}\n"
-                f"  used at:    {source_line(use.node) or 'unknown'}"
-            )
+            raise _used_later(call, op, argument, donated, f"{verb}{through}", source_line(use.node))
+        frame = self.frame
+        if frame is not None and self._returns and any(frame.holds(value, owner) for owner in self._owners(storage)):
+            raise _used_later(call, op, argument, donated, "returned", frame.place)
 
     def _only_looks(self, use: _Use, storage: int) -> bool:
         name = _name(use.node)
@@ -210,14 +213,17 @@ class _Uses:
         results = list(_tensors(_value(use.node)))
         return name in _VIEWS and bool(results) and all(storage_of(result) == storage for result in results)
 
+    def _owners(self, storage: int) -> list[Node]:
+        return [p for p in self.inputs if any(storage_of(tensor) == storage for tensor in _tensors(_value(p)))]
+
     def donatable_input(self, call: Node, donated: Node) -> tuple[Node | None, str | None]:
         """The graph input that the donated value is (a view of), if it may be overwritten; else why it may not."""
         storage = storage_of(_value(donated))
         if storage is None:
             return None, "its storage is not known"
-        owners = [p for p in self.inputs if any(storage_of(tensor) == storage for tensor in _tensors(_value(p)))]
+        owners = self._owners(storage)
         if not owners:
-            return None, None
+            return None, self._kept_for_a_break(donated, storage)
         owner = owners[0]
         value = _value(owner)
         if len(owners) > 1:
@@ -231,4 +237,30 @@ class _Uses:
         before = self.position[call]
         if any(use.position < before and _may_write(use.node) for use in self._touches.get(storage, ())):
             return None, f"{owner.name} is written before"
+        if self.frame is not None and not self._returns and self.frame.holds(_value(donated), owner):
+            return None, f"{_label(owner)} may be used after the graph break at {self.frame.place}"
         return owner, None
+
+    def _kept_for_a_break(self, donated: Node, storage: int) -> str | None:
+        """At a graph break, what a graph returns may be read by the code behind it, or only be asked for its size."""
+        value = _value(donated)
+        for use in self._touches.get(storage, ()):
+            if self.frame is not None and not self._returns and use.node.op == "output" and not _apart(use, value):
+                return f"{_label(use.through)} may be used after the graph break at {self.frame.place}"
+        return None
+
+
+def _apart(use: _Use, value: object) -> bool:
+    """Whether a use of the value's storage touches none of its bytes."""
+    touched = [tensor for tensor in _tensors(_value(use.through)) if storage_of(tensor) == storage_of(value)]
+    return all(disjoint_in_example(tensor, value) for tensor in touched)
+
+
+def _used_later(call: Node, op: IrOp, argument: str, donated: Node, how: str, place: str) -> DonationError:
+    return DonationError(
+        f"{_label(donated)!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
+        f"{how} afterwards. A donated tensor may have been overwritten: use the op's result, or "
+        f"call {op.name} itself instead of its maybe_inplace.\n"
+        f"  donated at: {source_line(call) or 'unknown'}\n"
+        f"  used at:    {place or 'unknown'}"
+    )

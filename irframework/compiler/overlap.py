@@ -24,15 +24,16 @@ from irframework.compiler.aliasing import storage_of
 
 def disjoint(x: object, y: object) -> bool:
     """True if two (fake) tensors lie on one storage and are proved to share no byte, whatever symbolic sizes are."""
-    return _on_one_storage(x, y) and _apart(_Bytes.of(x), _Bytes.of(y))
+    return on_one_storage(x, y) and _apart(_Bytes.of(x), _Bytes.of(y))
 
 
 def disjoint_in_example(x: object, y: object) -> bool:
     """As `disjoint`, for the sizes of the call that is compiled."""
-    return _on_one_storage(x, y) and _apart(_Bytes.of(x, _hint), _Bytes.of(y, _hint))
+    return on_one_storage(x, y) and _apart(_Bytes.of(x, _hint), _Bytes.of(y, _hint))
 
 
-def _on_one_storage(x: object, y: object) -> bool:
+def on_one_storage(x: object, y: object) -> bool:
+    """True if two (fake) tensors are known to lie on one storage."""
     return storage_of(x) is not None and storage_of(x) == storage_of(y)
 
 

@@ -7,9 +7,9 @@ from compiler_support import lowered, report, run, tensors
 from irframework.errors import DonationError
 
 
-def donation_error(function, *arguments):
+def donation_error(function, *arguments, **options):
     with pytest.raises(Exception) as caught:
-        run(function, *arguments)
+        run(function, *arguments, **options)
     cause = caught.value
     while cause is not None and not isinstance(cause, DonationError):
         cause = cause.__cause__ or getattr(cause, "inner_exception", None)
