@@ -1,4 +1,4 @@
-"""Hypothesis strategies for programs. Each part is drawn alone, so a failing program shrinks to its few needed steps."""
+"""Hypothesis strategies for programs. Each part is drawn alone, so a failing program shrinks to the steps it needs."""
 
 from collections.abc import Sequence
 

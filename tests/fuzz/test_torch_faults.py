@@ -1,4 +1,4 @@
-"""Faults of torch that the fuzzer leaves out, each without an IR op. A test that fails here says: take the rule away."""
+"""Faults of torch that the fuzzer leaves out, all without IR ops. A test that fails says: its rule can go."""
 
 import pytest
 import torch
