@@ -9,6 +9,7 @@ Owns the public names. Everything is imported at first use, so that `import irfr
 
 import importlib
 import sys
+import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from irframework.priority import priority
 
 __version__ = "0.1.0"
+IMPORTED_AT = time.time()  # plugins import this package first: older files are what this process has loaded
 
 _MODULES = ("compiler", "errors", "integrations", "ops")
 _NAMES = {

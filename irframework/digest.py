@@ -1,99 +1,119 @@
-"""Digests of code, for cache keys.
+"""Digests of functions and of what is built of them, for cache keys.
 
-Owns how a function, and the package it came from, become a short string that changes whenever what it computes may
-change. Does not know what is cached.
+Owns how a function, with everything that it uses, becomes a short string that changes whenever what it computes may
+change. Does not own the files of code behind it (`code_files.py`), and does not know what is cached.
 
 Private torch API used here (read in 2.11 and 2.13): `torch.utils._python_dispatch._disable_current_modes`.
 """
 
+import ctypes
+import dis
+import functools
 import hashlib
-import sys
+import importlib.util
 import types
-from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from irframework.code_files import PROCESS, digest_import, digest_package, digest_plugin, is_installed, known_by_version
+from irframework.conditions import Supports
+
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
-
-_CODE_SUFFIXES = (".py", ".so", ".pyd", ".dylib", ".ptx", ".cubin")
+    from irframework.op import IrOp
 
 
 def digest_of(impl: "IrOpImpl") -> str:
     """Digest of an implementation: its function, its predicates and conditions, and its whole plugin."""
-    from irframework.plugins import version_of
+    from irframework.plugins import entry_of
 
-    hasher = hashlib.sha256()
-    for part in (
+    packaged = impl.plugin is not None
+    parts = [
         impl.provider,
         str(impl.inplace),
         str(impl.device_types),
         str(impl.batch_invariant),
         str(impl.missing),
         repr([check.test for check in impl.checks]),
-        impl.plugin or "",
-        version_of(impl.plugin) if impl.plugin else "",
-        digest_function(impl.fn, packaged=bool(impl.plugin)),
-        *(digest_function(predicate, packaged=bool(impl.plugin)) for predicate in impl.predicates),
-    ):
-        hasher.update(part.encode() + b"\0")
-    if impl.plugin:
-        module = getattr(impl.fn, "__module__", None) or ""
-        hasher.update(digest_package(module.partition(".")[0]).encode())
-    return hasher.hexdigest()[:16]
+        digest_function(impl.fn, packaged=packaged),
+        *(digest_function(predicate, packaged=packaged) for predicate in impl.predicates),
+    ]
+    entry = entry_of(impl.plugin) if impl.plugin is not None else None
+    if entry is not None:
+        top = _top_module(impl.fn)
+        parts += [entry.name, str(getattr(entry.dist, "version", "?")), digest_plugin(entry.module, entry.dist)]
+        parts.append("" if known_by_version(top) else digest_package(top))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def digest_function(fn: Callable[..., Any], packaged: bool = False) -> str:
+def digest_of_op(op: "IrOp") -> str:
+    """Digest of what an op itself adds to its implementations: schema, shape function, backward, fusion."""
+    fuse = (op.fuse.options, op.fuse.predicates) if isinstance(op.fuse, Supports) else op.fuse
+    own = (op.schema, op.activations, op.allow_inplace, fuse, op.backward, op.fake.fn if op.fake else None)
+    return digest_function(own, packaged=op.plugin is not None)
+
+
+def digest_function(fn: object, packaged: bool = False) -> str:
     """Digest of a function's code, defaults, closure and the globals it reads; works for any callable.
 
     Functions, classes and objects that it uses are followed too, so that a change in one of them is seen; but not into
-    torch, numpy and the standard library, whose versions are part of every key.
+    torch and the standard library, whose versions are part of every key, nor into other installed packages, whose files
+    are looked at instead. What cannot be looked into (a tensor subclass, an object made in C) gives a digest that no
+    other process has: caching nothing is better than caching the wrong thing.
 
     Args:
         fn: The function.
         packaged: The files of its package are digested beside it. Then global containers and objects are left out:
             what the files say of them is known, and what a running program puts into them (a memo) must not count.
     """
-    walk = _Walk(packaged)
+    walk = _Walk(packaged, fn)
     with _disable_current_modes():  # the first digest may be wanted while torch traces with fake tensors
         walk.feed(fn)
     return walk.hasher.hexdigest()[:16]
 
 
-_KNOWN_BY_VERSION = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
 _PLAIN = (
     bool,
     int,
     float,
     complex,
     str,
-    bytes,
     type(None),
+    type(...),
     torch.dtype,
     torch.device,
     torch.layout,
     torch.memory_format,
 )
-_FIXED = (*_PLAIN, tuple, frozenset, types.FunctionType, type)
-_MAX_TENSOR = 1 << 16
+_DESCRIPTORS = (staticmethod, classmethod, property)
+_FIXED = (*_PLAIN, bytes, tuple, frozenset, types.FunctionType, types.MethodType, type, *_DESCRIPTORS)
+_OF_THE_CLASS = frozenset(
+    ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__",
+     "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__slots__",
+     "__abstractmethods__", "_abc_impl")
+)  # fmt: skip
 
 
-def _followed(thing: Any, module: str | None = None) -> bool:
-    top = (module or getattr(thing, "__module__", None) or "").partition(".")[0]
-    return top not in _KNOWN_BY_VERSION
+def _top_module(thing: Any) -> str:
+    """The top-level module that a function or class was written in; wrappers may claim another's name."""
+    scope = getattr(thing, "__globals__", None)
+    name = scope.get("__name__") if isinstance(scope, dict) else getattr(thing, "__module__", None)
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 class _Walk:
     """Feeds everything that can be reached from a function to a hash, each thing once and in a fixed order."""
 
-    def __init__(self, packaged: bool) -> None:
+    def __init__(self, packaged: bool, root: object) -> None:
         self.packaged = packaged
+        self.root = root
+        self.home = _top_module(root)
         self.hasher = hashlib.sha256()
-        self.seen: dict[int, Any] = {}  # keeps what it saw alive, so that no number is used again
+        self.seen: dict[int, tuple[int, Any]] = {}  # keeps what it saw alive, so that no number is used again
+        self.modules: set[tuple[str, tuple[str, ...]]] = set()
 
     def say(self, *parts: object) -> None:
         for part in parts:
@@ -101,68 +121,144 @@ class _Walk:
 
     def feed(self, value: Any) -> None:
         if isinstance(value, _PLAIN):
-            return self.say(value)
-        if id(value) in self.seen:
-            return self.say("again")
-        self.seen[id(value)] = value
-        if isinstance(value, (tuple, list)):
-            self.say("sequence", len(value))
-            for item in value:
-                self.feed(item)
-        elif isinstance(value, (set, frozenset)):  # their order differs between processes
-            self.say("set", *sorted(map(repr, value)))
-        elif isinstance(value, dict):
-            self.say("mapping", len(value))
-            for key in sorted(value, key=repr):
-                self.say(key)
-                self.feed(value[key])
+            self.say(value)
+        elif isinstance(value, (bytes, bytearray)):
+            self.say("bytes", len(value))
+            self.hasher.update(value)
+        elif isinstance(value, tuple):  # equal ones may or may not be one object: that differs between processes
+            self.say("tuple", type(value).__qualname__, len(value))
+            self.feed_all(value)
         elif isinstance(value, types.CodeType):
-            self.say(value.co_code, value.co_names, value.co_varnames, value.co_freevars)
-            self.feed(value.co_consts)
+            self._code(value)
+        elif id(value) in self.seen:
+            self.say("again", self.seen[id(value)][0])
+        else:
+            self.seen[id(value)] = (len(self.seen), value)
+            self._first(value)
+
+    def feed_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.feed(value)
+
+    def _first(self, value: Any) -> None:
+        if isinstance(value, list):
+            self.say("list", len(value))
+            self.feed_all(value)
+        elif isinstance(value, (set, frozenset)):  # their order differs between processes
+            self.say("set", len(value))
+            self.feed_all(sorted(value, key=_label))
+        elif isinstance(value, dict):  # the order may be one in which things are done
+            self.say("mapping", type(value).__qualname__, len(value))
+            for key, item in list(value.items()):
+                self.feed(key)
+                self.feed(item)
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
             self.feed((value.__func__, value.__self__))
-        elif isinstance(value, partial):
+        elif isinstance(value, functools.partial):
             self.feed((value.func, value.args, value.keywords))
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.feed((type(value).__name__, value.__func__))
+        elif isinstance(value, property):
+            self.feed((value.fget, value.fset))
         elif isinstance(value, torch.Tensor):
             self._tensor(value)
+        elif isinstance(value, types.ModuleType):
+            self.say("module", value.__name__)
         elif isinstance(value, type):
             self._class(value)
         else:
             self._object(value)
 
+    def _follows(self, thing: Any) -> bool:
+        """Whether to look into a function or class; if not, say what stands for it: a version, or installed files."""
+        top = _top_module(thing)
+        if thing is self.root:
+            return True
+        if known_by_version(top):
+            return False
+        if top and top != self.home and is_installed(top):
+            self.say("installed", top, digest_import(top))
+            return False
+        return True
+
+    def _code(self, code: types.CodeType) -> None:
+        self.say(code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_flags)
+        self.say(code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        self.say(getattr(code, "co_exceptiontable", None))  # Python 3.11
+        self.feed(code.co_consts)
+
     def _function(self, fn: types.FunctionType) -> None:
         self.say("function", fn.__qualname__.rpartition(".")[2])
+        if not self._follows(fn):
+            self.say(fn.__module__, fn.__qualname__)
+            return
         self.feed((fn.__code__, fn.__defaults__, fn.__kwdefaults__))
+        names, imports = _names(fn.__code__)
         for cell in fn.__closure__ or ():
             try:
-                self.feed(cell.cell_contents)
+                content = cell.cell_contents
             except ValueError:
                 self.say("empty cell")
-        names = _names(fn.__code__)
+                continue
+            if isinstance(content, types.ModuleType):
+                self._module(content, names)
+            else:
+                self.feed(content)
         for name in names:
-            used = fn.__globals__.get(name)
-            if isinstance(used, types.ModuleType):
-                if _followed(used, used.__name__):
-                    self.feed([getattr(used, attribute, None) for attribute in names])
-            elif used is not None and not (self.packaged and not isinstance(used, _FIXED)):
-                own_module = getattr(used, "__module__", None) == fn.__module__
-                if own_module or _followed(used) or isinstance(used, (*_PLAIN, tuple, list, dict, set, frozenset)):
-                    self.say(name)
-                    self.feed(used)
+            if name in fn.__globals__:
+                self._global(name, fn.__globals__[name], names)
+        for level, module in imports:
+            package = fn.__globals__.get("__package__") or ""
+            try:
+                absolute = importlib.util.resolve_name("." * level + module, package)
+            except ImportError:
+                continue
+            top = absolute.partition(".")[0]
+            if not known_by_version(top):
+                self.say("import", absolute, digest_import(top))
+
+    def _global(self, name: str, used: Any, names: tuple[str, ...]) -> None:
+        if isinstance(used, types.ModuleType):
+            self._module(used, names)
+        elif not self.packaged or isinstance(used, _FIXED):
+            self.say(name)
+            self.feed(used)
+        else:
+            self.feed_all(_functions_within(used))
+
+    def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> None:
+        """What a function may use of a module: all that has a name which the function says."""
+        top = module.__name__.partition(".")[0]
+        if known_by_version(top) or (module.__name__, names) in self.modules:
+            return
+        self.modules.add((module.__name__, names))
+        if top != self.home and is_installed(top):
+            self.say("installed", top, digest_import(top))
+            return
+        for name in names:
+            try:
+                member = getattr(module, name)
+            except Exception:  # it has none, or cannot load it here
+                continue
+            self._global(name, member, names)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        self.say("tensor", tensor.dtype, tuple(tensor.shape))
-        real = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-        if real and tensor.numel() <= _MAX_TENSOR:
-            self.say(tensor.tolist())
+        self.say("tensor", tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            self.say(PROCESS)
+            return
+        if tensor.device.type != "meta":
+            data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            self.hasher.update(ctypes.string_at(data.data_ptr(), data.nbytes))
 
     def _class(self, cls: type) -> None:
         self.say("class", cls.__module__, cls.__qualname__)
-        if _followed(cls):
+        if self._follows(cls):
+            self.feed_all(cls.__mro__[1:])
             for name, member in sorted(vars(cls).items()):
-                if isinstance(member, (types.FunctionType, *_PLAIN, tuple)) and not name.startswith("__module"):
+                if name not in _OF_THE_CLASS and (not self.packaged or isinstance(member, _FIXED)):
                     self.say(name)
                     self.feed(member)
 
@@ -170,34 +266,66 @@ class _Walk:
         cls = type(value)
         name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or getattr(value, "name", None)
         self.say("object", cls.__module__, cls.__qualname__, name if isinstance(name, str) else None)
-        if cls.__module__.partition(".")[0] == "irframework":
+        top = cls.__module__.partition(".")[0]
+        if top == "irframework":
             return  # an op or an implementation: digested on its own
-        if _followed(cls):
+        if not known_by_version(top) or isinstance(value, torch.nn.Module):
             self.feed(cls)
-            self.feed(getattr(value, "__dict__", None))
+            state = [getattr(value, "__dict__", None), *(getattr(value, slot, None) for slot in _slots(cls))]
+            if state != [None] or not self._reduced(value):
+                self.feed(state if state != [None] else PROCESS)
+            return
+        self.feed_all(_functions_within(value))
+        if top != "torch":
+            self._reduced(value)
+
+    def _reduced(self, value: Any) -> bool:
+        """Feed what pickle would take to make an object anew; False if pickle cannot."""
+        try:
+            parts = value.__reduce_ex__(4)
+            parts = (
+                parts if isinstance(parts, str) else [p if i < 3 else list(p or ()) for i, p in enumerate(parts[:5])]
+            )
+        except Exception:
+            return False
+        self.feed(parts)
+        return True
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """The names that a function and the functions inside it read from outside."""
-    names = list(code.co_names)
+def _label(item: object) -> str:
+    """Something to sort by that is the same in every process."""
+    if isinstance(item, (*_PLAIN, bytes)):
+        return repr(item)
+    return f"{type(item).__qualname__} {getattr(item, '__qualname__', '')} {item if isinstance(item, tuple) else ''}"
+
+
+def _functions_within(value: Any) -> list[types.FunctionType]:
+    """The Python functions that an object wraps: functools' caches, triton's kernels, torch's custom ops."""
+    members = getattr(value, "__dict__", None)
+    items = sorted(members.items()) if isinstance(members, dict) else []
+    return [member for _, member in items if isinstance(member, types.FunctionType)]
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], list[tuple[int, str]]]:
+    """The names that a function and the functions inside it read from outside, and what they import."""
+    names, imports = list(code.co_names), []
+    if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
+        steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+        for index, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":  # after its level and the names it wants
+                level = steps[index - 2].argval
+                imports.append((level if isinstance(level, int) else 0, step.argval))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names += _names(constant)
-    return list(dict.fromkeys(names))
-
-
-@cache
-def digest_package(name: str) -> str:
-    """Digest of every Python file and binary of an importable package, once per process."""
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    if not file:
-        return ""
-    # An editable install keeps its sources and its binaries in different directories, all of them in __path__.
-    places = [Path(place) for place in getattr(module, "__path__", ())]
-    paths = sorted(p for place in places for p in place.rglob("*") if p.suffix in _CODE_SUFFIXES) or [Path(file)]
-    hasher = hashlib.sha256()
-    for path in paths:
-        hasher.update(path.name.encode())
-        hasher.update(hashlib.sha256(path.read_bytes()).digest())
-    return hasher.hexdigest()[:16]
+            inner, more = _names(constant)
+            names += inner
+            imports += more
+    return tuple(dict.fromkeys(names)), imports

@@ -1,7 +1,7 @@
 """Finding installed plugins.
 
 Owns how the entry points `irframework.plugins` are read from the metadata of distributions, however broken some of
-those are. Imports no plugin and does not load them: see `plugins.py`.
+those are, and what the lists of plugins get wrong. Imports no plugin and does not load them: see `plugins.py`.
 
 Private API used here: `__spec__._initializing` of a module that is being imported (importlib of Python 3.10 to 3.14),
 and `_path` of a distribution (importlib_metadata 7 to 10), for messages only.
@@ -10,6 +10,9 @@ and `_path` of a distribution (importlib_metadata 7 to 10), for messages only.
 import logging
 import sys
 from typing import Any
+
+from irframework.errors import suggest
+from irframework.settings import settings
 
 logger = logging.getLogger(__name__)
 
@@ -61,3 +64,21 @@ def cause(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"ModuleNotFoundError: {error} (missing requirement: {error.name})"
     return f"{type(error).__name__}: {error}"
+
+
+def listed_and_not_installed(installed: list[str]) -> list[tuple[str, str]]:
+    """Return what is wrong with the two lists of plugins: the variable, and a sentence about a name in it.
+
+    Args:
+        installed: Names of all installed plugins.
+    """
+    lists = {
+        "IRFRAMEWORK_PLUGINS": settings().plugins or (),
+        "IRFRAMEWORK_DISABLE_PLUGINS": settings().disable_plugins,
+    }
+    return [
+        (variable, f"names the plugin {name!r}, which is not installed.{suggest(name, installed)}")
+        for variable, listed in lists.items()
+        for name in listed
+        if name not in installed
+    ]

@@ -53,6 +53,16 @@ def irframework_passes(stage: str) -> "Iterable[Any] | None":
     return None
 
 
+@hookspec
+def irframework_cache_key_factors() -> "Mapping[str, Any] | None":
+    """Return what the plugin's kernels and choices depend on beside its own code and files, by name.
+
+    For example environment variables that they read, a device's properties, the content of a table of tuned sizes. It
+    is asked at every compile, and what it returns is part of the key under which compiled graphs are cached.
+    """
+    return None
+
+
 @hookspec(firstresult=True)
 def irframework_compiler(platform: "Platform") -> Any:
     """Return what compiles lowered graphs on a platform instead of Inductor, or None.

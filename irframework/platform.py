@@ -205,6 +205,12 @@ def platform_for(device_type: str) -> Platform:
     return next((p for p in owners if _available(p)), owners[0] if owners else current)
 
 
+def device_types_here() -> tuple[str, ...]:
+    """Return the device types that tensors may be on here: those of all available platforms, and the CPU."""
+    here = [current_platform(), *(platform for platform in platforms() if _available(platform))]
+    return tuple(dict.fromkeys([kind for platform in here for kind in platform.device_types] + ["cpu"]))
+
+
 def default_lists(platform: Platform, mode: str) -> list[Mapping[str, Iterable[str]]]:
     """Return the default priorities of a platform and mode: those of plugins by name, then the platform's own."""
     from irframework.plugins import default_priorities

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from irframework.discovery import being_imported, cause, discover, location_of, stated
-from irframework.errors import PluginError, suggest
+from irframework.discovery import being_imported, cause, discover, listed_and_not_installed, location_of, stated
+from irframework.errors import PluginError
 from irframework.registry import Transaction, registry
 from irframework.settings import effective, settings
 
@@ -199,24 +199,6 @@ def _found(entry: Any) -> _Plugin:
     return plugin
 
 
-def listed_and_not_installed(installed: list[str]) -> list[tuple[str, str]]:
-    """Return what is wrong with the two lists of plugins: the variable, and a sentence about a name in it.
-
-    Args:
-        installed: Names of all installed plugins.
-    """
-    lists = {
-        "IRFRAMEWORK_PLUGINS": settings().plugins or (),
-        "IRFRAMEWORK_DISABLE_PLUGINS": settings().disable_plugins,
-    }
-    return [
-        (variable, f"names the plugin {name!r}, which is not installed.{suggest(name, installed)}")
-        for variable, listed in lists.items()
-        for name in listed
-        if name not in installed
-    ]
-
-
 def _apply_lists(found: list[_Plugin]) -> None:
     allowed, disabled = settings().plugins, settings().disable_plugins
     for variable, text in listed_and_not_installed([plugin.name for plugin in found]):
@@ -339,6 +321,11 @@ def version_of(name: str) -> str:
     return next((plugin.version for plugin in _plugins if plugin.name == name), "?")
 
 
+def entry_of(name: str) -> Any:
+    """Return the entry point of a plugin, with its distribution; None if there is no such plugin."""
+    return next((plugin.entry for plugin in _plugins if plugin.name == name), None)
+
+
 def why_provider_missing(provider: str) -> str | None:
     """Return what is known about a provider that registered nothing: a plugin of its name that is not loaded."""
     wanted = provider.replace("-", "_")
@@ -374,6 +361,11 @@ def compiler_passes(stage: str) -> list[tuple[str, Any]]:
         for plugin in _active()
         for graph_pass in _call_or_name(plugin, "irframework_passes", stage=stage) or ()
     ]
+
+
+def cache_key_factors() -> list[tuple[str, Any]]:
+    """Return what plugins add to the key of every compiled graph, as (plugin, factors), by plugin name."""
+    return [(plugin.name, _call_or_name(plugin, "irframework_cache_key_factors")) for plugin in _active()]
 
 
 def platform_compiler(platform: "Platform") -> Any:

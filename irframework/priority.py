@@ -368,10 +368,11 @@ def snapshot(mode: str) -> Mapping[str, str]:
 
 
 def _digest(op: "IrOp", mode: str, switches: str) -> str:
-    from irframework.platform import current_platform
+    from irframework.digest import digest_of_op
+    from irframework.platform import device_types_here
 
-    hasher = hashlib.sha256(switches.encode())
-    for device in dict.fromkeys((*current_platform().device_types, "cpu")):
+    hasher = hashlib.sha256((switches + digest_of_op(op)).encode())
+    for device in device_types_here():
         for entry in entries_for(op, device, mode):
             impl = op.registered[entry.provider]
             hasher.update(f"{device} {entry.provider} {impl.supported} {impl.digest()}\0".encode())

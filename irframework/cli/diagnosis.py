@@ -153,8 +153,8 @@ def _plugin_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
 
 
 def _setting_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
+    from irframework.discovery import listed_and_not_installed
     from irframework.errors import PrioritySyntaxError, suggest
-    from irframework.plugins import listed_and_not_installed
     from irframework.priority import env_priorities
     from irframework.registry import all_ops
     from irframework.settings import PREFIX, misspelt_variables, settings

@@ -24,6 +24,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
 from irframework import bisecting
+from irframework.code_files import digest_files, digest_libraries, versions
 from irframework.compiler import guards, inductor_fault
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
@@ -35,9 +36,10 @@ from irframework.compiler.planned_outputs import plan_outputs
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
 from irframework.compiler.versions import count_overwriting
+from irframework.digest import digest_function
 from irframework.errors import suggest
 from irframework.notices import say_once
-from irframework.plugins import compiler_passes
+from irframework.plugins import cache_key_factors, compiler_passes
 from irframework.priority import fingerprint, option_scope
 from irframework.settings import settings
 from irframework.torch_ops import NAMESPACE
@@ -83,13 +85,14 @@ class Step:
 
 @cache
 def _source_digest() -> str:
-    """Digest of the framework's version and source: code under development is never served from an older cache."""
-    digest = hashlib.sha256(irframework.__version__.encode())
+    """The framework's version and source (code under development is never served from an older cache), and what else
+    is known by its version."""
     root = Path(irframework.__file__).parent
-    for folder in (".", "ops", "compiler", "distributed"):
-        for path in sorted((root / folder).glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    files = [
+        path for folder in (".", "ops", "compiler", "distributed") for path in sorted((root / folder).glob("*.py"))
+    ]
+    source = digest_files((str(path.relative_to(root)), path) for path in files)
+    return f"{irframework.__version__} {source} {versions()}"
 
 
 def _foreign(stage: str) -> list[Step]:
@@ -168,6 +171,7 @@ def _key(steps: Sequence[Step]) -> str | None:
     digest = hashlib.sha256(_source_digest().encode())
     digest.update(repr([(step.name, step.key) for step in steps]).encode())
     digest.update(fingerprint("inductor").encode())
+    digest.update(digest_function(cache_key_factors()).encode() + digest_libraries().encode())
     return digest.hexdigest()
 
 

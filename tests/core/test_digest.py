@@ -1,14 +1,20 @@
 """Digests of implementations, for cache keys."""
 
+import enum
 import functools
+import operator
+import pathlib
 import textwrap
+import types
 
+import numpy
 import pytest
 import torch
 
+import irframework as ir
 from irframework.digest import digest_function
 
-from .distributions import run_fresh_python
+from .distributions import answer, run_fresh_python, run_python, write_distribution
 
 
 def made(text, **names):
@@ -41,6 +47,47 @@ CHANGES = {
         "class C:\n    def m(self): return 1\ndef f(x): return C().m()",
         "class C:\n    def m(self): return 2\ndef f(x): return C().m()",
     ),
+    "static method of a global class": (
+        "class C:\n    @staticmethod\n    def m(): return 1\ndef f(x): return C.m()",
+        "class C:\n    @staticmethod\n    def m(): return 2\ndef f(x): return C.m()",
+    ),
+    "property of a global object": (
+        "class C:\n    @property\n    def m(self): return 1\nc = C()\ndef f(x): return c.m",
+        "class C:\n    @property\n    def m(self): return 2\nc = C()\ndef f(x): return c.m",
+    ),
+    "base of a global class": (
+        "class B:\n    def m(self): return 1\nclass C(B): pass\ndef f(x): return C().m()",
+        "class B:\n    def m(self): return 2\nclass C(B): pass\ndef f(x): return C().m()",
+    ),
+    "cached function it calls": (
+        "import functools\n@functools.cache\ndef g(x): return x\ndef f(x): return g(x)",
+        "import functools\n@functools.cache\ndef g(x): return -x\ndef f(x): return g(x)",
+    ),
+    "function behind a decorator": (
+        "def f(x): return x + 1\nf = torch.no_grad()(f)",
+        "def f(x): return x + 2\nf = torch.no_grad()(f)",
+    ),
+    "function that claims to be torch's": (
+        "import functools\n@functools.wraps(torch.nn.functional.silu)\ndef g(x): return 1\ndef f(x): return g(x)",
+        "import functools\n@functools.wraps(torch.nn.functional.silu)\ndef g(x): return 2\ndef f(x): return g(x)",
+    ),
+    "torch function under one name": (
+        "from torch.nn.functional import silu as act\ndef f(x): return act(x)",
+        "from torch.nn.functional import gelu as act\ndef f(x): return act(x)",
+    ),
+    "order of a global dict": (
+        "D = {'a': abs, 'b': len}\ndef f(x): return [g(x) for g in D.values()]",
+        "D = {'b': len, 'a': abs}\ndef f(x): return [g(x) for g in D.values()]",
+    ),
+    "which of two equal parts comes again": (
+        "a, b = [1], [2]\nD = (a, b, a)\ndef f(x): return D",
+        "a, b = [1], [2]\nD = (a, b, b)\ndef f(x): return D",
+    ),
+    "extent of a try block": (
+        "def f(x):\n    try:\n        g()\n        h()\n    except E:\n        pass",
+        "def f(x):\n    g()\n    try:\n        h()\n    except E:\n        pass",
+    ),
+    "kind of a parameter": ("def f(x, y): return y", "def f(x, *, y): return y"),
     "method of a global object": (
         "class C:\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
         "class C:\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
@@ -64,7 +111,12 @@ def test_equal_source_has_an_equal_digest(what):
     ("first", "second"),
     [(1, 2), ("a", "b"), (torch.float16, torch.bfloat16), ((1,), (2,)), ({"a": 1}, {"a": 2}), (torch.add, torch.mul),
      (torch.nn.functional.silu, torch.nn.functional.gelu), (torch.float32, None), ({1}, {2}),
-     (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)],
+     (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor), (range(3), range(4)), (1, 1.0), (1, True),
+     (pathlib.Path("a"), pathlib.Path("b")),
+     (numpy.arange(3), numpy.arange(1, 4)), (numpy.float32(1), numpy.float32(2)),
+     (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)), (operator.itemgetter(0), operator.itemgetter(1)),
+     (torch.zeros(3), torch.ones(3)), (torch.zeros(1 << 17), torch.ones(1 << 17)), (torch.zeros(2), torch.zeros(2, 1)),
+     (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), (enum.Enum("E", "A B").A, enum.Enum("E", "A B").B)],
 )  # fmt: skip
 def test_digest_changes_with_a_closure_and_a_partial(first, second):
     def closing(value):
@@ -76,6 +128,7 @@ def test_digest_changes_with_a_closure_and_a_partial(first, second):
     def f(value, x):
         return value
 
+    assert digest_function(closing(first)) == digest_function(closing(first))
     assert digest_function(closing(first)) != digest_function(closing(second))
     assert digest_function(functools.partial(f, first)) != digest_function(functools.partial(f, second))
 
@@ -113,8 +166,6 @@ def test_builtin_functions_have_a_digest():
 
 
 def test_impl_digest_changes_with_what_is_declared(declare):
-    import irframework as ir
-
     def fn(x, weight=None, epsilon=1e-6):
         return x
 
@@ -145,3 +196,254 @@ def test_digests_are_equal_in_every_process():
     first, second = (run_fresh_python(code, PYTHONHASHSEED=seed).stdout for seed in ("1", "2"))
     assert first
     assert first == second
+
+
+class Slotted:
+    __slots__ = ("by",)
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x * self.by
+
+
+def test_digest_of_a_callable_object_with_slots_changes_with_its_state():
+    assert digest_function(Slotted(1)) != digest_function(Slotted(2))
+    assert digest_function(Slotted(1)) == digest_function(Slotted(1))
+
+
+def test_two_methods_of_one_object_differ_and_a_method_has_a_stable_digest():
+    class Both:
+        def one(self, x):
+            return x + 1
+
+        def two(self, x):
+            return x + 2
+
+    both = Both()
+    assert digest_function(both.one) != digest_function(both.two)
+    assert digest_function(both.one) == digest_function(both.one)
+
+
+def test_a_cell_of_a_notebook_that_is_run_again_keeps_its_digest_and_a_changed_one_has_another():
+    def cell(text, number):
+        scope = {"torch": torch, "__name__": "__main__"}
+        exec(compile(text, f"<ipython-input-{number}-abc>", "exec"), scope)
+        return digest_function(scope["f"])
+
+    assert cell("def f(x): return x + 1", 1) == cell("\n\ndef f(x): return x + 1", 2)
+    assert cell("def f(x): return x + 1", 1) != cell("def f(x): return x + 2", 1)
+
+
+def test_what_cannot_be_looked_into_has_a_digest_of_this_process_only():
+    code = """
+        import torch
+        from irframework.digest import digest_function
+        class Strange(torch.Tensor):
+            pass
+        value = torch.ones(2).as_subclass(Strange)
+        f = lambda x: x + value
+        assert digest_function(f) == digest_function(f)
+        print(digest_function(f))
+    """
+    assert run_python(code).stdout != run_python(code).stdout
+
+
+def shorter(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    "change", ["schema", "backward", "shape function", "fuse", "allow_inplace", "activations"]
+)  # fmt: skip
+def test_digest_of_an_op_changes_with(declare, change):
+    from irframework.digest import digest_of_op
+
+    first, second = declare(), declare()
+    if change == "schema":
+        second = declare(shorter)
+    elif change == "backward":
+        second.register_backward(lambda grads, x, weight, epsilon: (grads[0], None))
+    elif change == "shape function":
+        second.register_fake(lambda x, weight=None, epsilon=1e-6: x)
+    elif change == "fuse":
+        first, second = declare(fuse=ir.supports(ndim=2)), declare(fuse=ir.supports(ndim=3))
+    elif change == "allow_inplace":
+        second = declare(allow_inplace=True)
+    else:
+        first, second = declare(allow_inplace=True), declare(allow_inplace=True, activations=["weight"])
+    assert digest_of_op(first) != digest_of_op(second)
+    assert digest_of_op(first) == digest_of_op(first)
+
+
+# --- what lies in files -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, irframework as ir
+from irframework.digest import digest_function
+sys.path.insert(0, {place!r})
+{text}
+print(digest_function(f))
+"""
+USES = {
+    "an import": "import helper\ndef f(x): return helper.g(x)",
+    "a name": "from helper import g\ndef f(x): return g(x)",
+    "a module in a package": "import pack.helper\ndef f(x): return pack.helper.g(x)",
+    "a module held by a closure": "def make():\n    import helper\n    return lambda x: helper.g(x)\nf = make()",
+    "an import inside": "def f(x):\n    import helper\n    return helper.g(x)",
+    "a name imported inside": "def f(x):\n    from helper import g\n    return g(x)",
+    "an import inside of a module in a package": "def f(x):\n    from pack.helper import g\n    return g(x)",
+    "an import inside of what imports it": "def f(x):\n    import outer\n    return outer.g(x)",
+    "what it calls calls": "import outer\ndef f(x): return outer.g(x)",
+    "a module called like one of Python's": "import test\ndef f(x): return test.g(x)",
+}
+
+
+def digest_of_script(folder, text, value):
+    (folder / "pack").mkdir(exist_ok=True)
+    (folder / "pack" / "__init__.py").write_text("")
+    (folder / "outer.py").write_text("import helper\ndef g(x): return helper.g(x)\n")
+    for name in ("helper.py", "pack/helper.py", "test.py"):
+        (folder / name).write_text(f"def g(x): return x + {value}\n")
+    done = run_python(SCRIPT.format(place=str(folder), text=text), PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_digest_changes_with_a_helper_module_reached_through(tmp_path, use):
+    first, second = (digest_of_script(tmp_path, USES[use], value) for value in (1, 2))
+    assert first != second
+
+
+def test_the_digest_of_code_in_files_is_the_same_in_a_second_process(tmp_path):
+    text = "import helper, outer, test\ndef f(x):\n    import pack.helper\n    return helper.g(outer.g(test.g(x)))"
+    assert digest_of_script(tmp_path, text, 1) == digest_of_script(tmp_path, text, 1)
+
+
+PLUGIN = """
+@ir.hookimpl
+def irframework_register_impls():
+    from {package}.kernels import kernel
+    ir.ops.rms_norm.register_impl("plug")(kernel)
+"""
+KERNELS = """
+import functools
+from .direct import direct
+from . import attribute
+{cached}
+def kernel(x, weight, epsilon, variance_size=None):
+    from .inside import inside
+    return direct(x) + attribute.value(x) + inside(x)
+"""
+OWN_DIGEST = """
+    import json, irframework as ir
+    print(json.dumps(ir.ops.rms_norm.impls["plug"].digest()))
+"""
+
+
+def write_plugin(root, version="1.0", **files):
+    write_distribution(root, "plug", PLUGIN.format(package="plug_kernels"), version=version)
+    package = root / "plug_kernels"
+    package.mkdir()
+    contents = {
+        "__init__.py": "",
+        "kernels.py": KERNELS.format(cached=""),
+        "direct.py": "from .deep import deep\ndef direct(x): return deep(x)\n",
+        "deep.py": "def deep(x): return x\n",
+        "attribute.py": "def value(x): return x\n",
+        "inside.py": "def inside(x): return x\n",
+        "_C.abi3.so": "binary",
+        **files,
+    }
+    for name, content in contents.items():
+        (package / name).write_text(content)
+    (root / f"plug-{version}.dist-info" / "RECORD").write_text("plug.py,,\n_plug_C.so,,\nREADME.txt,,\n")
+    (root / "_plug_C.so").write_text(files.get("_plug_C.so", "binary"))
+
+
+@pytest.fixture(scope="module")
+def plugin_digest(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plugin")
+    write_plugin(root)
+    return answer(run_python(OWN_DIGEST, root))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kernels.py": KERNELS.format(cached="SIZE = 2")},
+        {"deep.py": "def deep(x): return -x\n"},
+        {"attribute.py": "def value(x): return -x\n"},
+        {"inside.py": "def inside(x): return -x\n"},
+        {"_C.abi3.so": "another binary"},
+        {"_plug_C.so": "another binary"},
+        {"tuned.cubin": "binary"},
+        {"version": "1.1"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_digest_of_a_plugins_implementation_changes_with(tmp_path, plugin_digest, changed):
+    write_plugin(tmp_path, **changed)
+    assert answer(run_python(OWN_DIGEST, tmp_path)) != plugin_digest
+
+
+def test_digest_of_a_plugins_implementation_is_the_same_in_another_process_and_place(tmp_path, plugin_digest):
+    write_plugin(tmp_path)
+    assert answer(run_python(OWN_DIGEST, tmp_path)) == plugin_digest
+
+
+def test_a_partial_of_a_plugin_is_digested_with_the_plugins_files(tmp_path):
+    body = """
+        import functools
+        @ir.hookimpl
+        def irframework_register_impls():
+            def kernel(scale, x, weight, epsilon, variance_size=None):
+                import plug_helper
+                return plug_helper.scaled(x, scale)
+            ir.ops.rms_norm.register_impl("plug")(functools.partial(kernel, 2))
+    """
+    found = []
+    for value in (1, 2):
+        root = tmp_path / str(value)
+        root.mkdir()
+        write_distribution(root, "plug", body)
+        (root / "plug_helper.py").write_text(f"def scaled(x, scale): return x * {value}\n")
+        found.append(answer(run_python(OWN_DIGEST, root)))
+    assert found[0] != found[1]
+
+
+def test_an_extension_that_lies_outside_of_the_package_is_digested_once_it_is_loaded(tmp_path):
+    body = """
+        import importlib.util, sys
+        spec = importlib.util.spec_from_file_location("plug.part", __file__.replace("plug.py", "far/part.py"))
+        sys.modules["plug.part"] = importlib.util.module_from_spec(spec)
+        @ir.hookimpl
+        def irframework_register_impls():
+            @ir.ops.rms_norm.register_impl("plug")
+            def kernel(x, weight, epsilon, variance_size=None):
+                return x
+    """
+    write_distribution(tmp_path, "plug", body)
+    (tmp_path / "far").mkdir()
+    found = []
+    for text in ("1", "2"):
+        (tmp_path / "far" / "part.py").write_text(text)
+        found.append(answer(run_python(OWN_DIGEST, tmp_path)))
+    assert found[0] != found[1]
+
+
+def test_a_file_that_changes_while_the_process_runs_gives_a_digest_of_that_process_only(tmp_path):
+    write_plugin(tmp_path)
+    code = """
+        import json, os, pathlib, time, irframework as ir
+        time.sleep(0.05)
+        path = pathlib.Path(os.environ["FILE"])
+        path.write_text(path.read_text())
+        print(json.dumps(ir.ops.rms_norm.impls["plug"].digest()))
+    """
+    file = str(tmp_path / "plug_kernels" / "deep.py")
+    first, second = (answer(run_python(code, tmp_path, FILE=file)) for _ in range(2))
+    assert first != second
+    assert answer(run_python(OWN_DIGEST, tmp_path)) not in (first, second)

@@ -9,7 +9,7 @@ from irframework_vllm_c import implementations, library
 from torch import Tensor
 
 import irframework as ir
-from irframework.digest import digest_package
+from irframework.code_files import content_digest, digest_package
 
 OPS = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"]
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
@@ -117,5 +117,6 @@ def test_the_digest_for_cache_keys_reads_the_compiled_kernels(monkeypatch: pytes
     read: list[str] = []
     read_bytes = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
-    digest_package.__wrapped__("irframework_vllm_c")
+    content_digest.cache_clear()
+    digest_package("irframework_vllm_c")
     assert "_C_cpu.so" in read
