@@ -18,7 +18,7 @@ _COMMANDS = {
     "doctor": "what is installed here, what works, and why the rest does not",
     "ops": "the registered ops and their implementations",
     "explain": "how one call would be decided, and why",
-    "bisect": "find the op, its place and the kernel that make a command fail",
+    "bisect": "find the op, its place and the kernel that make a program fail",
 }
 
 
