@@ -1,10 +1,14 @@
 """Kernels that write into outputs they are given: a functional torch op with an overload `.out`.
 
-Owns the declaration of such overloads, and everything that differs between torch versions about them. A compiler can
-plan memory for outputs that it allocates itself; `compiler/planned_outputs.py` sees to that.
+Owns the declaration of such overloads, and what differs between torch versions about them. A compiler can plan memory
+for outputs that it allocates itself; `compiler/planned_outputs.py` sees to that.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._library._out_variant.to_out_variant`. The tag is called
-`torch.Tag.out` in 2.13 and `torch.Tag.out_variant` in 2.11. Inductor uses such overloads in 2.13 only.
+Our overloads return nothing and have no tag. That works the same in torch 2.11 and 2.13, for symbolic sizes and in C++
+wrapper code too. Torch 2.13 has a convention of its own: an overload tagged `torch.Tag.out` (`out_variant` in 2.11,
+where Inductor does not look at it) that returns what it wrote. Inductor 2.13 then rewrites every call of the functional
+op by itself, also calls of which it makes an error. Overloads that others declared so are found here as well.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._library._out_variant.to_out_variant`.
 """
 
 from typing import Any
@@ -19,9 +23,9 @@ def define_out_variant(library: Library, name: str) -> Any:
     """Give a functional torch op of a plugin an overload `.out`, which a compiler can hand planned memory to.
 
     The overload takes the op's arguments and, by keyword, one tensor to write to for each result: `out`, or `out0`,
-    `out1`, ... if there are several. It returns them. Its kernel is registered as any other, under `NAME.out`, in
-    Python or in C++; it may rely on contiguous outputs of the shapes and dtypes that the op's fake implementation
-    gives.
+    `out1`, ... if there are several. It returns nothing. Its kernel is registered as any other, under `NAME.out`, in
+    Python or in C++; compiled code gives it tensors of the shapes, dtypes and strides that the op's fake
+    implementation says.
 
     Args:
         library: The library that defines the op, or a fragment of its namespace; keep it alive.
@@ -50,24 +54,24 @@ def define_out_variant(library: Library, name: str) -> Any:
     arguments = str(schema).partition("(")[2].rpartition(") -> ")[0]
     separator = ", " if any(argument.kwarg_only for argument in schema.arguments) else ", *, "
     written = ", ".join(f"{kind} {output}" for kind, output in zip(kinds, outputs, strict=True))
-    result = kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
-    library.define(f"{name}.out({arguments}{separator if arguments else '*, '}{written}) -> {result}", tags=(_tag(),))
-
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        given = tuple(kwargs[output] for output in outputs)
-        return given[0] if len(given) == 1 else given
-
-    torch.library.register_fake(f"{qualified}.out", fake, lib=library)
-    return getattr(getattr(torch.ops, library.ns), name).out
+    library.define(f"{name}.out({arguments}{separator if arguments else '*, '}{written}) -> ()")
+    torch.library.register_fake(f"{qualified}.out", lambda *args, **kwargs: None, lib=library)
+    packet = getattr(getattr(torch.ops, library.ns), name)
+    _declared[packet.default] = packet.out
+    return packet.out
 
 
-def _tag() -> Any:
-    return getattr(torch.Tag, "out", None) or torch.Tag.out_variant
+_declared: dict[Any, Any] = {}
 
 
 def out_variant_of(target: Any) -> Any:
-    """Return the overload that writes into given outputs, where Inductor knows how to use it; else None."""
-    if not hasattr(torch.Tag, "out"):  # before 2.13 Inductor lets the op allocate
+    """Return the overload that `define_out_variant` declared for a functional op; else None."""
+    return _declared.get(target)
+
+
+def rewritten_by_torch(target: Any) -> Any:
+    """Return the overload that Inductor puts in the place of a functional op by itself; else None."""
+    if not hasattr(torch.Tag, "out"):  # before 2.13 it does not
         return None
     if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
         return None

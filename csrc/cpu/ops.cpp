@@ -102,12 +102,11 @@ Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon) {
   return out;
 }
 
-Tensor rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out) {
+void rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out) {
   const View view = view_of("rms_norm", "x", x);
   NormArgs args = norm_arguments("rms_norm", view, weight, epsilon);
   check_output("rms_norm", "out", out, view, view.sizes);
   rms_norm_into(view, args, out);
-  return out;
 }
 
 void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
@@ -164,10 +163,10 @@ Tensor gelu_and_mul(const Tensor& x, bool tanh_approximation) {
   return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf);
 }
 
-Tensor silu_and_mul_out(const Tensor& x, Tensor out) { return gated("silu_and_mul", x, Gate::silu, &out); }
+void silu_and_mul_out(const Tensor& x, Tensor out) { gated("silu_and_mul", x, Gate::silu, &out); }
 
-Tensor gelu_and_mul_out(const Tensor& x, bool tanh_approximation, Tensor out) {
-  return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf, &out);
+void gelu_and_mul_out(const Tensor& x, bool tanh_approximation, Tensor out) {
+  gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf, &out);
 }
 
 // ---- rotary_embedding --------------------------------------------------------------------------------------------
@@ -256,26 +255,23 @@ Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, cons
   return outputs[0];
 }
 
-std::tuple<Tensor, Tensor> rotary_embedding_out(const Tensor& positions, const Tensor& query, const Tensor& key,
-                                                const Tensor& cos_sin_cache, int64_t head_size, bool is_neox,
-                                                Tensor out0, Tensor out1) {
+void rotary_embedding_out(const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& cos_sin_cache,
+                          int64_t head_size, bool is_neox, Tensor out0, Tensor out1) {
   const Tensor* inputs[2] = {&query, &key};
   Tensor outputs[2] = {out0, out1};
   rotary("rotary_embedding", positions, inputs, outputs, 2, cos_sin_cache, head_size, is_neox, true);
-  return {out0, out1};
 }
 
-Tensor rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
-                                  int64_t head_size, bool is_neox, Tensor out) {
+void rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
+                                int64_t head_size, bool is_neox, Tensor out) {
   const Tensor* inputs[1] = {&query};
   rotary("rotary_embedding_query", positions, inputs, &out, 1, cos_sin_cache, head_size, is_neox, true);
-  return out;
 }
 
 }  // namespace
 }  // namespace irframework_vllm_c
 
-// The overloads `.out` are declared by the plugin's Python part: their tag has another name in every version of torch.
+// The overloads `.out` are declared by the plugin's Python part, through irframework.
 STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def("rms_norm(Tensor x, Tensor? weight, float epsilon) -> Tensor");
   m.def("fused_add_rms_norm(Tensor(a!) x, Tensor(b!) x_residual, Tensor? weight, float epsilon) -> ()");

@@ -1,11 +1,11 @@
 """Lets Inductor plan the outputs of kernels that have an `.out` overload.
 
-Owns the pass for what Inductor gets wrong. Torch 2.13 itself turns a functional op with such an overload into a call
-with a planned buffer; but it fails for symbolic sizes and in C++ wrapper code, and for one output it passes tensors
-first and numbers after them, whatever the schema says. Such calls are written out here: an empty tensor, and the
-overload that fills it. All others are left to torch. What differs between versions is in `irframework/out_variants.py`.
+Owns the pass that writes out such a call: an empty tensor, which Inductor plans with its own buffers, and the overload
+that fills it. Overloads of torch's own convention are left to torch where it handles them right. Torch 2.13 fails for
+symbolic sizes and in C++ wrapper code, and for one output it passes tensors first and numbers after them, whatever the
+schema says; those calls are written out as well. What differs between versions is in `irframework/out_variants.py`.
 
-Private torch API, read in 2.13 (nothing here runs in 2.11): `torch._inductor.virtualized.V.aot_compilation`,
+Private torch API, read in 2.11 and 2.13: `torch._inductor.virtualized.V.aot_compilation`,
 `torch.utils._sympy.interp.sympy_interp` with `PythonReferenceAnalysis`.
 """
 
@@ -22,13 +22,13 @@ from torch.fx.proxy import GraphAppendingTracer
 from irframework.compiler.inlining import LOWERED
 from irframework.compiler.report import Report
 from irframework.errors import LoweringError
-from irframework.out_variants import out_variant_of
+from irframework.out_variants import out_variant_of, rewritten_by_torch
 
 _aten = torch.ops.aten
 
 
 def plan_outputs(graph: Graph, report: Report) -> None:
-    """Write out the calls of kernels with an `.out` overload that torch would get wrong.
+    """Write out the calls of kernels with an `.out` overload.
 
     Args:
         graph: A lowered graph with fake values, on its way into Inductor.
@@ -42,14 +42,17 @@ def plan_outputs(graph: Graph, report: Report) -> None:
         if node.op != "call_function" or LOWERED not in node.meta:
             continue
         out = out_variant_of(node.target)
-        if out is not None and not _torch_does(node):
-            report.visiting = node
-            sizes = sizes or _Sizes(graph)
-            _write_out(graph, node, out, sizes)
+        if out is None:
+            out = rewritten_by_torch(node.target)
+            if out is None or _torch_does_it_right(node, out):
+                continue
+        report.visiting = node
+        sizes = sizes or _Sizes(graph)
+        _write_out(graph, node, out, sizes)
 
 
-def _torch_does(node: Node) -> bool:
-    """Whether torch's own rewriting of this call is right."""
+def _torch_does_it_right(node: Node, out: Any) -> bool:
+    """Whether torch's own rewriting of this call works."""
     values = node.meta["val"]
     several = isinstance(values, (tuple, list))
     for value in values if several else (values,):
@@ -60,8 +63,10 @@ def _torch_does(node: Node) -> bool:
 
     if config.cpp_wrapper or V.aot_compilation:
         return False
-    if several:
-        return True
+    if several:  # a buffer of an output that nothing reads is never allocated
+        return {user.args[1] for user in node.users if _is_needed(user)} == set(range(len(values)))
+    if _written(out) != ["out"]:
+        return False
     if node.kwargs or len(node.args) != len(node.target._schema.arguments):  # type: ignore[union-attr]
         return False
     if any(isinstance(argument, (list, tuple)) for argument in node.args):
@@ -70,10 +75,14 @@ def _torch_does(node: Node) -> bool:
     return tensors == sorted(tensors, reverse=True)
 
 
+def _is_needed(node: Node) -> bool:
+    return node.op == "output" or node.is_impure() or any(map(_is_needed, node.users))
+
+
 def _write_out(graph: Graph, node: Node, out: Any, sizes: _Sizes) -> None:
     values = node.meta["val"]
     several = isinstance(values, (tuple, list))
-    names = [argument.name for argument in out._schema.arguments if argument.alias_info is not None]
+    names = _written(out)
     buffers: list[Node] = []
     with graph.inserting_before(node):
         for value in values if several else (values,):
@@ -86,6 +95,8 @@ def _write_out(graph: Graph, node: Node, out: Any, sizes: _Sizes) -> None:
             buffers.append(buffer)
         call = graph.call_function(out, node.args, {**node.kwargs, **dict(zip(names, buffers, strict=True))})
     call.meta.update(node.meta)
+    if not out._schema.returns:
+        call.meta["val"] = None
     if several:
         for user in list(node.users):
             index = user.args[1]
@@ -96,6 +107,10 @@ def _write_out(graph: Graph, node: Node, out: Any, sizes: _Sizes) -> None:
     else:
         node.replace_all_uses_with(buffers[0], delete_user_cb=lambda user: user is not call)
     graph.erase_node(node)
+
+
+def _written(out: Any) -> list[str]:
+    return [argument.name for argument in out._schema.arguments if argument.alias_info is not None]
 
 
 class _Sizes:

@@ -42,11 +42,9 @@ def test_the_result_is_in_the_given_memory_bit_for_bit(name: str, dtype: torch.d
     args = ARGUMENTS[name](dtype)
     want = getattr(KERNELS, name).default(*args)
     given = outputs_like(want)
-    returned = getattr(KERNELS, name).out(*args, **given)
+    getattr(KERNELS, name).out(*args, **given)
     for output, right in zip(given.values(), (want,) if isinstance(want, Tensor) else want, strict=True):
         assert torch.equal(output, right)
-    first = returned if isinstance(returned, Tensor) else returned[0]
-    assert first.data_ptr() == next(iter(given.values())).data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,6 @@ def test_memory_that_does_not_fit_is_refused(name: str, wrong: Callable[[Tensor]
         getattr(KERNELS, name).out(*args, **given)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tag, "out"), reason="Inductor uses .out overloads from torch 2.13 on")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_code_writes_to_planned_memory(dynamic: bool) -> None:
     def block(x: Tensor, key: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
