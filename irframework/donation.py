@@ -292,16 +292,15 @@ class _Watch(TorchDispatchMode):
 def _watch_this_thread() -> None:
     if _of_thread.mode is None and not _traced():
         _of_thread.mode = _Watch()  # type: ignore[no-untyped-call]
-        _below_all_others(_of_thread.mode.__enter__)
+        _put_below_all_others(_of_thread.mode)
 
 
 def forget() -> None:
     """Forget all donations, and no longer look at this thread's torch ops (for tests and notebooks)."""
     _remembered.storages.clear()
     mode, _of_thread.mode = _of_thread.mode, None
-    if mode is not None and _take_off(mode):
-        _below_all_others(lambda: _push_mode(mode))
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    if mode is not None:
+        _take_off(mode)
 
 
 @contextmanager
@@ -313,22 +312,23 @@ def _looking_away() -> Iterator[None]:
     try:
         yield
     finally:
-        _below_all_others(lambda: _push_mode(mode))
+        _put_below_all_others(mode)
 
 
-def _below_all_others(push: Callable[[], object]) -> None:
-    """Put the mode below all modes of this thread: those leave by taking the topmost away."""
+def _put_below_all_others(mode: _Watch) -> None:
+    """Modes leave by taking the topmost away, so this one must never be it.
+
+    It is pushed, not entered: what `__enter__` notes of the modes around would be wrong once those have left.
+    """
     others = []
     while _get_current_dispatch_mode_stack():
         others.append(_pop_mode())
-    try:
-        push()
-    finally:
-        for other in reversed(others):
-            _push_mode(other)
+    _push_mode(mode)
+    for other in reversed(others):
+        _push_mode(other)
 
 
-def _take_off(mode: "_Watch") -> bool:
+def _take_off(mode: _Watch) -> bool:
     """Take the mode off this thread's stack; False if it is not there, as while its own handler runs."""
     if not any(other is mode for other in _get_current_dispatch_mode_stack()):
         return False
