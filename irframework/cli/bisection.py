@@ -24,6 +24,7 @@ from irframework.settings import PREFIX
 
 _DISABLE, _PRIORITY = f"{PREFIX}DISABLE_PASSES", f"{PREFIX}OP_PRIORITY"
 _TAIL = 12  # lines of the command's output that are worth showing
+_NOTHING: Mapping[str, str] = {}
 _LOWERING = ("lower_functional", "lower_inplace", "verify")  # without them other code is what runs
 
 
@@ -142,19 +143,21 @@ class Command:
         self.tell = tell
         self.runs: list[Run] = []
 
-    def run(self, limit: int | None = None, *, watched: bool = True, note: str = "", **variables: str) -> Run:
+    def run(
+        self, limit: int | None = None, more: Mapping[str, str] = _NOTHING, *, watched: bool = True, note: str = ""
+    ) -> Run:
         """Run the command once.
 
         Args:
             limit: How many choices stand; None sets no limit.
+            more: More environment variables.
             watched: Whether choices are numbered and logged.
             note: What the run is for.
-            **variables: More environment variables.
 
         Raises:
             OSError: The command cannot be started.
         """
-        own = dict(variables) if limit is None else {LIMIT: str(limit), **variables}
+        own = dict(more) if limit is None else {LIMIT: str(limit), **more}
         self.announce(f"{_assignments(own) or 'no limit'}{note and f', {note}'}")
         environment = {name: value for name, value in os.environ.items() if name not in (LIMIT, LOG)} | own
         with tempfile.TemporaryDirectory(prefix="irframework-bisect-") as folder:
@@ -265,7 +268,7 @@ def _report(command: Command, failing: Run, good: int, bad: int) -> Finding:
         return _not_repeatable(f"no process took number {bad} this time", failing)
     passes = _helpful_passes(command, failing, bad) if any(choice.node for choice in culprits) else ()
     avoid = {_PRIORITY: _native_first(os.environ.get(_PRIORITY, ""), [choice.op for choice in culprits])}
-    avoided = not command.run(note="is the culprit avoided?", **avoid).failed
+    avoided = not command.run(None, avoid, note="is the culprit avoided?").failed
     what = " and ".join(f"{choice.provider!r} of op {choice.op!r}" for choice in culprits)
     text = f"Choice {bad} makes it fail: {what}."
     if passes:
@@ -285,7 +288,7 @@ def _helpful_passes(command: Command, failing: Run, limit: int) -> tuple[str, ..
 
 def _without_pass(command: Command, name: str, limit: int) -> Run:
     disabled = ",".join(filter(None, [os.environ.get(_DISABLE, ""), name]))
-    return command.run(limit, note="is it the pass?", **{_DISABLE: disabled})
+    return command.run(limit, {_DISABLE: disabled}, note="is it the pass?")
 
 
 def _search_passes(command: Command, native: Run) -> Finding:
