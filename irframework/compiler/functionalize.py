@@ -21,6 +21,7 @@ from irframework.compiler.clones import donate_op
 from irframework.compiler.frames import Frame
 from irframework.compiler.overlap import disjoint_in_example
 from irframework.compiler.report import Donation, Report, source_line
+from irframework.donation import use_after_donation
 from irframework.errors import DonationError
 from irframework.op import IrOp
 from irframework.torch_ops import op_of
@@ -257,10 +258,5 @@ def _apart(use: _Use, value: object) -> bool:
 
 
 def _used_later(call: Node, op: IrOp, argument: str, donated: Node, how: str, place: str) -> DonationError:
-    return DonationError(
-        f"{_label(donated)!r} was donated to op {op.name!r} as argument {argument!r} by maybe_inplace, and is "
-        f"{how} afterwards. A donated tensor may have been overwritten: use the op's result, or "
-        f"call {op.name} itself instead of its maybe_inplace.\n"
-        f"  donated at: {source_line(call) or 'unknown'}\n"
-        f"  used at:    {place or 'unknown'}"
-    )
+    what, donated_at = repr(_label(donated)), source_line(call) or "unknown"
+    return use_after_donation(what, op.name, argument, how, donated_at, place or "unknown")
