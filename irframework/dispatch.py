@@ -132,8 +132,9 @@ def _why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
         if symbolic.is_guard_error(error):
             raise PredicateGuardError(_guard_message(impl, str(error))) from error
         raise
-    if symbolic.guard_count(environment) > guards:
-        raise PredicateGuardError(_guard_message(impl, symbolic.newest_guard(environment)))
+    guard = symbolic.size_guard(environment, guards, args)
+    if guard is not None:
+        raise PredicateGuardError(_guard_message(impl, guard))
     return None if answer is True else answer.reason if answer is not False else "no"
 
 
@@ -141,7 +142,8 @@ def _guard_message(impl: "IrOpImpl", guard: str) -> str:
     return (
         f"The predicate of {impl.described} looked at a size that is symbolic here and added the guard {guard}; the "
         "choice would hold for some batch sizes only. A predicate may look at dtypes, ranks, strides, static sizes "
-        "and numbers, not at the batch size."
+        "and numbers, not at the batch size. If the size never changes, say so with torch._dynamo.mark_static(tensor, "
+        "dim), or compile without dynamic=True."
     )
 
 

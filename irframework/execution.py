@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from irframework import autocast, bisecting, dispatcher
+from irframework import autocast, bisecting, dispatcher, symbolic
 from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
 from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
@@ -309,7 +309,7 @@ def own_outputs(
                 impl.shares = True
             _repaired(op, impl, index, "shares memory with an input or another output")
             output = output.clone(memory_format=torch.contiguous_format)
-        elif not output.is_contiguous():
+        elif not symbolic.is_contiguous(output):
             _repaired(op, impl, index, f"has strides {tuple(output.stride())} for shape {tuple(output.shape)}")
             output = output.contiguous()
         owned.append(output)

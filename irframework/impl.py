@@ -130,7 +130,12 @@ class IrOpImpl:
         if self._failed_check is None:
             self._failed_check = codegen.make_failed_check(self)
         named = self.op.named(args)
-        reason = self._failed_check(**named)
+        try:
+            reason = self._failed_check(**named)
+        except Exception as error:
+            if not symbolic.only_a_run_can_tell(error):
+                raise
+            return Rejected("its conditions depend on a size that only a run can tell")
         if reason is not None:
             return Rejected(reason)
         for predicate in self.predicates:

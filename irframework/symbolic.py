@@ -1,12 +1,15 @@
-"""Watching the shape environment while a predicate runs.
+"""Symbolic sizes: asking about them without guards, and noticing guards that others add.
 
-Owns how symbolic sizes are found in a call's arguments and how a new guard is noticed. Does not decide what to do
-about it.
+Owns how symbolic sizes are found in a call's arguments, how a new guard is noticed, and questions about shapes that
+also have an answer where only a run can tell a size (unbacked sizes, e.g. of `x[mask]`). Does not decide what to do
+about a guard.
 
 Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards`, `FakeTensor.fake_mode`,
-`torch.fx.experimental.symbolic_shapes._ShapeEnvGuardError`.
+`torch._prims_common.is_contiguous_or_false`, and of `torch.fx.experimental.symbolic_shapes` `_ShapeEnvGuardError`,
+`GuardOnDataDependentSymNode` and `guard_or_true`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,11 +33,60 @@ def guard_count(environment: Any | None) -> int:
     return 0 if environment is None else len(environment.guards)
 
 
-def newest_guard(environment: Any) -> str:
-    """Return the guard that was added last, as text."""
-    return str(environment.guards[-1].expr)
+def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> str | None:
+    """Return, as text, a guard on a size or stride that was added since there were `before` guards; None without one.
+
+    A guard on a number argument does not count: under `dynamic=True` an int of the caller's is symbolic as well, and
+    torch specializes it at the first operator that takes a plain int.
+    """
+    if environment is None or len(environment.guards) <= before:
+        return None
+    symbols = set()
+    for value in (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))):
+        if isinstance(value, Tensor):
+            for number in (*value.shape, *value.stride(), value.storage_offset()):
+                if isinstance(number, torch.SymInt):
+                    symbols |= number.node.expr.free_symbols
+    for guard in reversed(environment.guards[before:]):
+        if guard.expr.free_symbols & symbols:
+            return str(guard.expr)
+    return None
 
 
 def is_guard_error(error: BaseException) -> bool:
     """Whether torch raised because a guard was about to be added; such an error is no answer of a predicate."""
     return type(error).__name__ == "_ShapeEnvGuardError"
+
+
+def only_a_run_can_tell(error: BaseException) -> bool:
+    """Whether torch raised because a question depends on the value of an unbacked size."""
+    return type(error).__name__ == "GuardOnDataDependentSymNode"
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous; False where that depends on a size that only a run can tell."""
+    if shape_env_of((tensor,)) is None:
+        return tensor.is_contiguous()
+    return bool(torch._prims_common.is_contiguous_or_false(tensor))
+
+
+def same_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two shapes agree. Sizes that only a run can tell count as equal, and torch checks them in that run."""
+    if len(sizes) != len(others):
+        return False
+    for size, other in zip(sizes, others, strict=True):
+        if type(size) is int and type(other) is int:
+            if size != other:
+                return False
+        elif not _equal_symbols(size, other):
+            return False
+    return True
+
+
+def _equal_symbols(size: Any, other: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # a second to import; traced calls have it
+
+    if not guard_or_true(size == other):
+        return False
+    torch._check(size == other)
+    return True

@@ -119,7 +119,8 @@ def _forget_identity(donation: Node) -> None:
                 continue
             with mode, torch.no_grad():
                 donation.meta[key] = torch.empty_like(value)
-    donation.meta.pop("grapharg", None)
+    for key in ("grapharg", "unbacked_bindings"):  # what an input brings into the graph, a copy of it does not
+        donation.meta.pop(key, None)
 
 
 def _value(node: Node) -> object:

@@ -142,3 +142,10 @@ def cache_hits() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def compiles_ahead_of_time() -> bool:
+    """Whether Inductor makes a package now (AOTInductor), which nothing compiles again."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)

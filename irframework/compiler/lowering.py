@@ -18,9 +18,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
-from irframework import bisecting
+from irframework import bisecting, symbolic
 from irframework.compiler.aliasing import Aliasing
 from irframework.compiler.clones import KeptCopy
+from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import Report, graph_number, location, source_line
@@ -184,6 +185,7 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
     """Trace the implementation for these arguments and check what it does."""
     mode = _fake_mode(values, node)
     fresh = [fake_like(value, mode) if isinstance(value, torch.Tensor) else value for value in values]
+    guards = symbolic.guard_count(mode.shape_env)
     try:
         traced = trace(lambda *given: impl.apply(given), fresh, mode)
     except IrError:
@@ -194,6 +196,7 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
             f"{type(error).__name__}: {error}{location(node)}"
         ) from error
     contract = _Contract(op, impl, node)
+    contract.check_guards(mode.shape_env, guards, values)
     contract.check_writes(traced.written)
     graph = traced.module.graph
     graph.eliminate_dead_code()
@@ -279,6 +282,24 @@ class _Contract:
     def _fail(self, what: str, advice: str) -> ImplementationContractError:
         return ImplementationContractError(f"{_title(self.impl)} {what}. {advice}{location(self.node)}")
 
+    def check_guards(self, environment: Any | None, before: int, values: Sequence[Any]) -> None:
+        """What is traced should serve all sizes. Native may look at them: what it looks at is the op's own meaning."""
+        guard = None if self.impl.provider == NATIVE else symbolic.size_guard(environment, before, tuple(values))
+        if guard is None:
+            return
+        what = f"looks at a size that is symbolic here, which adds the guard {guard}"
+        advice = "Let it look inside a custom op, which is not traced, or state by supports_args what it takes."
+        if not new_guards_count(environment):
+            raise self._fail(f"{what}, and nothing would compile again for sizes that break it", advice)
+        say_once(
+            logging.WARNING,
+            (self.impl.name, guard),
+            "%s %s: what is compiled serves some sizes only. %s",
+            _title(self.impl),
+            what,
+            advice,
+        )
+
     def check_writes(self, written: Sequence[int]) -> None:
         """Only an in-place implementation may write, and only to what a caller can give away."""
         names = list(self.op.signature.parameters)
@@ -321,8 +342,8 @@ class _Contract:
 
     def check_output(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
         """Same dtype, device and shape as the op's fake implementation says."""
-        same = got.dtype == want.dtype and got.device == want.device and len(got.shape) == len(want.shape)
-        if not same or not statically_known_true(sym_eq(tuple(got.shape), tuple(want.shape))):
+        same = got.dtype == want.dtype and got.device == want.device
+        if not same or not symbolic.same_sizes(got.shape, want.shape):
             raise self._fail(f"returns {_short(got)} as output {index}", f"The op returns {_short(want)}.")
 
     def name_layout(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
+from irframework.symbolic import same_sizes
 
 
 def check_floating(op: str, name: str, tensor: Tensor) -> None:
@@ -28,7 +29,7 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, variance_size: int | 
         raise ArgumentError(f"Op {op!r}: argument 'x' must have at least one dimension, it is a scalar.")
     if weight is not None:
         check_floating(op, "weight", weight)
-        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        if not same_sizes(weight.shape, x.shape[-1:]):
             raise ArgumentError(
                 f"Op {op!r}: argument 'weight' must be a vector as long as a row of 'x', {x.shape[-1]}; it has shape "
                 f"{tuple(weight.shape)}."
@@ -101,7 +102,7 @@ def fused_add_rms_norm(
             f"Op 'fused_add_rms_norm': argument 'x_residual' has dtype {x_residual.dtype}, 'x' has {x.dtype}; "
             "both need the same."
         )
-    if x.shape != x_residual.shape:
+    if not same_sizes(x.shape, x_residual.shape):
         raise ArgumentError(
             f"Op 'fused_add_rms_norm': argument 'x_residual' has shape {tuple(x_residual.shape)}, 'x' has "
             f"{tuple(x.shape)}; both need the same."

@@ -8,6 +8,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
+from irframework.symbolic import same_sizes
 
 
 @register_op(activations=("query", "key"))
@@ -63,7 +64,9 @@ def rotary_embedding(
 
 def _rotate(name: str, x: Tensor, positions: Tensor, angles: Tensor, head_size: int, is_neox: bool) -> Tensor:
     lead = positions.dim()
-    fits = x.dim() in (lead + 1, lead + 2) and x.shape[:lead] == positions.shape and x.shape[-1] % head_size == 0
+    fits = (
+        x.dim() in (lead + 1, lead + 2) and same_sizes(x.shape[:lead], positions.shape) and x.shape[-1] % head_size == 0
+    )
     if not fits or (x.dim() == lead + 2 and x.shape[-1] != head_size):
         raise ArgumentError(
             f"Op 'rotary_embedding': argument {name!r} has shape {tuple(x.shape)}; with positions of shape "
