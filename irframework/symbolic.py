@@ -4,7 +4,7 @@ Owns how symbolic sizes are found in a call's arguments, how a new guard is noti
 also have an answer where only a run can tell a size (unbacked sizes, e.g. of `x[mask]`). Does not decide what to do
 about a guard.
 
-Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards`, `FakeTensor.fake_mode`,
+Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards`, `SymNode._expr`, `FakeTensor.fake_mode`,
 `torch._prims_common.is_contiguous_or_false`, and of `torch.fx.experimental.symbolic_shapes` `_ShapeEnvGuardError`,
 `GuardOnDataDependentSymNode` and `guard_or_true`.
 """
@@ -46,7 +46,7 @@ def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> s
         if isinstance(value, Tensor):
             for number in (*value.shape, *value.stride(), value.storage_offset()):
                 if isinstance(number, torch.SymInt):
-                    symbols |= number.node.expr.free_symbols
+                    symbols |= number.node._expr.free_symbols  # `expr` has lost those that are numbers now
     for guard in reversed(environment.guards[before:]):
         if guard.expr.free_symbols & symbols:
             return str(guard.expr)
