@@ -123,8 +123,9 @@ class _Remover:
         if aliasing.find(copy) is aliasing.find(source):
             return f"{source.name} may already share memory with it"
         writes = [access.position for access in aliasing.writes(copy) if access.position > here]
-        if any(access.position > here for access in self._overlapping(aliasing.writes(source), source)):
-            return f"{source.name} is written later"
+        overwriting = [a for a in self._overlapping(aliasing.writes(source), source) if a.position > here]
+        if overwriting:
+            return f"{source.name} is written later by {_first(overwriting).node.name}"
         if not writes:
             return self._reason_if_only_read(copy, source)
         if reason := self._reason_not_owned(source, granted):
@@ -132,7 +133,7 @@ class _Remover:
         first = min(writes)
         late = [access for access in self._overlapping(aliasing.reads(source), source) if access.position >= first]
         if late:
-            reader = min(late, key=lambda access: access.position)
+            reader = _first(late)
             verb = "returned" if reader.node.op == "output" else f"read later by {reader.node.name}"
             through = "" if reader.through is source else f" through {reader.through.name}"
             return f"{source.name} is {verb}{through}"
@@ -222,6 +223,10 @@ class _Remover:
     def _overlapping(self, accesses: Iterable[Access], source: Node) -> list[Access]:
         value = source.meta.get("val")
         return [access for access in accesses if not disjoint(access.through.meta.get("val"), value)]
+
+
+def _first(accesses: list[Access]) -> Access:
+    return min(accesses, key=lambda access: access.position)
 
 
 def _is_contiguous(node: Node) -> bool:
