@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from irframework.compiler.aliasing import Aliasing, effects_of
+from irframework.compiler.aliasing import Aliasing, effects_of, stand_in
 
 
 def analysed(function, *shapes):
@@ -39,6 +39,34 @@ def test_views_share_memory_with_their_base(view):
     (add,) = [node for node in graph.nodes if node.name.startswith("add")]
     assert together(aliasing, nodes["x_1"], add.args[0])
     assert not together(aliasing, nodes["x_1"], add)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: torch.ops.aten._unsafe_view(x, (32,)),
+        lambda x: torch.ops.aten.unsafe_split(x, 2)[1],
+        lambda x: torch.ops.aten.unsafe_split_with_sizes(x, (1, 3))[1],
+    ],
+    ids=["_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"],
+)
+def test_a_view_is_one_though_its_schema_denies_it(view):
+    graph, aliasing, nodes = analysed(lambda x: view(x.exp()).sin(), (4, 8))
+    (sin,) = [node for node in graph.nodes if node.name.startswith("sin")]
+    assert together(aliasing, nodes["exp"], sin.args[0])
+    assert aliasing.roots(sin.args[0]) == {nodes["exp"]}
+
+
+def test_a_view_whose_schema_denies_it_is_one_of_what_replaced_its_base():
+    """As when an op is lowered: its result is another node now, and views keep the fake values that they had."""
+    graph, _, nodes = analysed(lambda x: torch.ops.aten._unsafe_view(x.exp(), (32,)).sin(), (4, 8))
+    old = nodes["exp"]
+    with graph.inserting_before(old):
+        new = graph.call_function(torch.ops.aten.exp2.default, old.args)
+    new.meta["val"] = torch.empty(4, 8)
+    stand_in(new, old.meta["val"], old)
+    graph.erase_node(old)
+    assert together(Aliasing(graph), new, nodes["_unsafe_view"])
 
 
 def test_schemas_count_where_fake_tensors_are_stale():
@@ -81,6 +109,63 @@ def test_an_out_argument_is_written():
     assert effects.reads == [x]
     assert effects.writes == [out]
     assert effects.views == [out]
+
+
+def test_an_argument_by_keyword_is_written():
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    effects = effects_of(graph.call_function(torch.ops.aten.add_.Tensor, (), {"self": x, "other": y}))
+    assert (effects.reads, effects.writes, effects.views) == ([y], [x], [x])
+
+
+def test_every_tensor_of_a_mutated_list_is_written():
+    graph = torch.fx.Graph()
+    x, y, z = (graph.placeholder(name) for name in "xyz")
+    effects = effects_of(graph.call_function(torch.ops.aten._foreach_add_.List, ([x, y], [z, z])))
+    assert (effects.reads, effects.writes) == ([z, z], [x, y])
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x[1:].zero_(), lambda x: x.t().copy_(x.t() + 1)])
+def test_a_write_through_a_view_is_a_write_to_the_base(write):
+    def f(x):
+        h = x.exp()
+        write(h)
+        return h
+
+    _, aliasing, nodes = analysed(f, (4, 8))
+    assert len(aliasing.writes(nodes["exp"])) == 1
+
+
+def test_a_write_is_no_write_to_another_tensor():
+    _, aliasing, nodes = analysed(lambda x: (x.exp().mul_(2), x.sin()), (4, 8))
+    assert aliasing.writes(nodes["sin"]) == aliasing.writes(nodes["x_1"]) == []
+
+
+def test_a_node_without_a_value_is_taken_for_a_tensor():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(torch.nn.functional.relu, (x,))
+    assert effects_of(call).writes == [x]
+
+
+def test_functional_higher_order_ops_write_nothing():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    target = torch.ops.higher_order.auto_functionalized
+    effects = effects_of(graph.call_function(target, (torch.ops.aten.exp.out,), {"out": x}))
+    assert (effects.reads, effects.writes, effects.views) == ([x], [], [])
+
+
+def test_returning_is_reading():
+    _, aliasing, nodes = analysed(lambda x: x.exp(), (4, 8))
+    assert [access.node.op for access in aliasing.reads(nodes["exp"])] == ["output"]
+
+
+def test_inputs_that_share_memory_are_together():
+    base = torch.ones(4, 8)
+    graph = make_fx(lambda x, y: x + y, tracing_mode="fake")(base[:2], base[1:3]).graph
+    x, y = graph.find_nodes(op="placeholder")
+    assert together(Aliasing(graph), x, y)
 
 
 def test_arithmetic_on_sizes_touches_no_memory():

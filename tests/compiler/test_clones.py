@@ -4,6 +4,9 @@ import pytest
 import torch
 from compiler_support import report, run, tensors
 
+from irframework.compiler.clones import donate_op, remove_copies
+from irframework.compiler.report import Report
+
 ARGUMENTS = ((4, 8), (4, 8), (8,))
 
 
@@ -81,6 +84,95 @@ def test_a_copy_with_a_later_reader_stays(add, keep, reason):
     if reason:
         assert copies_left() >= 1
         assert any(reason in kept.reason for kept in report().kept_copies)
+
+
+REASONS = {
+    "returned": (lambda op, h, r, w: (*op(h, r, w), h), "mul is returned"),
+    "returned as a view": (lambda op, h, r, w: (*op(h, r, w), h[1:]), "mul is returned through slice_1"),
+    "read": (lambda op, h, r, w: (*op(h, r, w), h.exp()), "mul is read later by exp"),
+    "read through a view": (
+        lambda op, h, r, w: (lambda v: (*op(h, r, w), v.exp()))(h.t()),
+        "mul is read later by exp through t",
+    ),
+    "first of two readers": (lambda op, h, r, w: (*op(h, r, w), h.sin(), h.exp()), "mul is read later by sin"),
+    "read by another op": (lambda op, h, r, w: (*op(h, r, w), *op(h.exp(), h, w)), "mul is read later by exp"),
+    "postponed": (
+        lambda op, h, r, w: (lambda e: (*op(h, r, w), e))(h.exp()),
+        "mul is read by exp, which may be computed only when it is needed",
+    ),
+    "a view of what is computed later": (
+        lambda op, h, r, w: op(h.view(2, 16), r.view(2, 16).exp(), torch.cat((w, w))),
+        "view is a view that the compiler may have to copy",
+    ),
+    "columns": (
+        lambda op, h, r, w: op(h[:, :4], r[:, :4] * 1, w[:4]),
+        "slice_1 is not contiguous, and the output that takes its memory over must be",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), REASONS.values(), ids=REASONS)
+def test_the_report_says_which_reader_keeps_a_copy(add, function, reason):
+    with add.priority("inp"):
+        run(lambda x, r, w: function(add.op, x * 2, r * 2, w), *tensors(*ARGUMENTS))
+    assert (report().kept_copies[0].op, report().kept_copies[0].reason) == (add.op.name, reason)
+    assert copies_left() == len(report().kept_copies)
+
+
+def test_the_report_says_that_an_input_belongs_to_the_caller(add):
+    with add.priority("inp"):
+        run(lambda x, r, w: add.op(x, r, w), *tensors(*ARGUMENTS))
+    assert [kept.reason for kept in report().kept_copies] == [
+        "arg0_1 belongs to the caller",
+        "arg1_1 belongs to the caller",
+    ]
+
+
+def test_the_report_says_why_a_donation_is_a_copy_after_all(add):
+    """x is read by what may be computed late."""
+
+    def f(x, r, w):
+        e = x.exp()
+        y, r2 = add.op.maybe_inplace(x, r, w)
+        return y, r2 + e
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS))
+    (kept,) = report().kept_copies
+    assert (kept.op, kept.reason) == ("donate", "arg0_1 is read by exp, which may be computed only when it is needed")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_donated_input_that_shares_memory_with_another_is_copied(shared):
+    """The pre-grad pass does not donate such inputs; a graph that comes from elsewhere may."""
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["val"] = base = torch.empty(4, 8)
+    y.meta["val"] = base.view(-1) if shared else torch.empty(32)
+    donation = graph.call_function(donate_op(), (x,))
+    donation.meta["val"] = torch.empty(4, 8)
+    write = graph.call_function(torch.ops.aten.exp_.default, (donation,))
+    write.meta["val"] = donation.meta["val"]
+    read = graph.call_function(torch.ops.aten.sin.default, (y,))
+    read.meta["val"] = torch.empty_like(y.meta["val"])
+    graph.output((write, read))
+    found = Report()
+    remove_copies(graph, found, inference=True)
+    assert [kept.reason for kept in found.kept_copies] == (["x and y share memory"] if shared else [])
+
+
+def test_a_donated_input_of_a_training_graph_is_copied():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4)
+    donation = graph.call_function(donate_op(), (x,))
+    donation.meta["val"] = torch.empty(4)
+    write = graph.call_function(torch.ops.aten.exp_.default, (donation,))
+    write.meta["val"] = donation.meta["val"]
+    graph.output((write,))
+    found = Report()
+    remove_copies(graph, found, inference=False)
+    assert [kept.reason for kept in found.kept_copies] == ["x belongs to the caller"]
 
 
 def test_a_reader_that_is_done_before_the_kernel_does_not_keep_the_copy(add):
