@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def check(program: Program, backend: str, device: str = "cpu", tally: Tally | No
     tally = tally if tally is not None else Tally()
     meanings = scope(device, meanings=True)
     with quiet():
-        written = write(program, meanings, STATEMENTS, disjoint, device)
+        written = _write(program, device)
         tally.counts["programs"] += 1
         if not written.calls:
             tally.counts["without an op"] += 1
@@ -92,6 +92,10 @@ def check(program: Program, backend: str, device: str = "cpu", tally: Tally | No
                 raise DifferenceError(f"{_first_lines(error)}\n{text}") from error
             tally.counts["torch's own fault"] += 1
             tally.torch_faults.append(f"{fault}\n{text}")
+
+
+def _write(program: Program, device: str) -> Written:
+    return write(program, scope(device, meanings=True), STATEMENTS, disjoint, device)
 
 
 @contextmanager
@@ -192,6 +196,27 @@ def _compare(program: Program, written: Written, want: Seen, backend: str, devic
         tally.counts["with donations"] += bool(written.donations)
         if program.shapes != "static":
             _compare_other_size(program, written, compiled, device, tally)
+        _compare_other_sharing(program, written, compiled, device, tally)
+
+
+def _compare_other_sharing(
+    program: Program, written: Written, compiled: Callable[..., Any], device: str, tally: Tally
+) -> None:
+    """Call it with arguments that share memory as they did not at first, or no longer do.
+
+    Only where the same source is a valid program for them: then the writer writes the very same lines.
+    """
+    apart = tuple(replace(each, layout="own", of=each.of) for each in program.inputs)
+    shared = tuple(replace(each, layout="own" if i == 0 else "alias", of=0) for i, each in enumerate(program.inputs))
+    for inputs in (apart, shared):
+        other = replace(program, inputs=inputs)
+        if other == program or (again := _write(other, device)).source != written.source:
+            continue
+        want = _reference(other, again, scope(device, meanings=True), device, ROWS)
+        if want is not None:
+            seen = _run(compiled, other, arguments(other, device))
+            _differ(seen, want, again, f"compiled, called with {inputs}")
+            tally.counts["arguments that share otherwise"] += 1
 
 
 def _compare_other_size(

@@ -26,13 +26,10 @@ _SCHEMAS = (
     "scale_(Tensor(a!) x, float factor) -> ()",
     "scale_into(Tensor(a!) y, Tensor x, float factor) -> ()",
     "scaled(Tensor x, float factor) -> Tensor",
-    "scaled.out(Tensor x, float factor, *, Tensor(a!) out) -> Tensor(a!)",
     "norm_(Tensor(a!) x, Tensor(b!) r, Tensor? w, float epsilon) -> ()",
     "normed(Tensor x, Tensor? w, float epsilon) -> Tensor",
-    "normed.out(Tensor x, Tensor? w, float epsilon, *, Tensor(a!) out) -> Tensor(a!)",
     "gate_into(Tensor(a!) y, Tensor x) -> ()",
     "added(Tensor x, Tensor r, Tensor w) -> (Tensor, Tensor)",
-    "added.out(Tensor x, Tensor r, Tensor w, *, Tensor(a!) y, Tensor(b!) s) -> (Tensor(a!), Tensor(b!))",
     "poke_(Tensor(a!) x) -> ()",  # the user's own, no kernel of an op
     "blend_(Tensor(a!) x, Tensor y) -> Tensor",
 )
@@ -70,9 +67,9 @@ def _added(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return y, s
 
 
-def _added_out(x: Tensor, r: Tensor, w: Tensor, *, y: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    _add_into(y, s, x, r, w)
-    return y, s
+def _added_out(x: Tensor, r: Tensor, w: Tensor, *, out0: Tensor, out1: Tensor) -> tuple[Tensor, Tensor]:
+    _add_into(out0, out1, x, r, w)
+    return out0, out1
 
 
 def _scale_(x: Tensor, factor: float) -> None:
@@ -126,14 +123,11 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "add_": (_add_, _nothing),
     "add_into": (_add_into, _nothing),
     "added": (_added, lambda x, r, w: (_like_first(x), _like_first(x))),
-    "added.out": (_added_out, lambda x, r, w, *, y, s: (y, s)),
     "scale_": (_scale_, _nothing),
     "scale_into": (_scale_into, _nothing),
     "scaled": (lambda x, factor: (x * factor).contiguous(), _like_first),
-    "scaled.out": (_scaled_out, lambda x, factor, *, out: out),
     "norm_": (_norm_, _nothing),
     "normed": (_normed, _like_first),
-    "normed.out": (_normed_out, lambda x, w, epsilon, *, out: out),
     "gate_into": (_gate_into, _nothing),
     "poke_": (_poke_, _nothing),
     "blend_": (_blend_, lambda x, y: torch.empty_like(y)),
@@ -158,6 +152,9 @@ def declare() -> Ops:
     for name, (kernel, fake) in _KERNELS.items():
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    for name, filling in (("scaled", _scaled_out), ("normed", _normed_out), ("added", _added_out)):
+        ir.define_out_variant(library, name)
+        library.impl(f"{name}.out", filling, "CompositeExplicitAutograd")
     ops = {
         "add": ir.register_op(name="fuzz_add", allow_inplace=True)(add),
         "scale": ir.register_op(name="fuzz_scale", allow_inplace=True)(scale),

@@ -14,7 +14,7 @@ FEW = settings(
 @pytest.mark.parametrize("backend", ["irframework", "stock"])
 def test_programs_through_inductor_equal_eager_native(backend, tally):
     @given(program=programs(KINDS, shapes=("static",), steps=8))
-    @settings(FEW, max_examples=8)
+    @settings(FEW, max_examples=5)
     def compare(program):
         check(program, backend, tally=tally)
 
