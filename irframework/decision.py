@@ -3,6 +3,7 @@
 Owns `Decision`, `Candidate` and `Rejected`, and how a decision is shown. Does not decide: see `dispatch.py`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,3 +99,18 @@ class Decision:
                 for c in self.candidates
             ],
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Decision":
+        """Return the decision that `to_dict` wrote, with the implementation that is registered now.
+
+        Raises:
+            KeyError: Something is missing, or the provider is not here.
+            UnknownOpError: There is no such op.
+        """
+        from irframework.registry import find_op
+
+        candidates = tuple(
+            Candidate(each["provider"], each["accepted"], each["reason"], each["origin"]) for each in data["candidates"]
+        )
+        return cls(data["op"], find_op(data["op"]).impls[data["provider"]], data["provider"], candidates)

@@ -143,6 +143,14 @@ def decision_rows(model: Any, prompt: Any, mode: str) -> list[DecisionRow]:
     return decisions.counted(recorder.decisions)
 
 
+def from_cache() -> bool:
+    """Whether the last compiled graph came from a cache: what its report says was decided when its passes ran."""
+    from irframework.compiler.report import last_report
+
+    report = last_report()
+    return report is not None and report.from_cache
+
+
 def answer_printer(loaded: LoadedModel) -> Callable[[int], None]:
     """A callback that prints each token's text as it comes."""
     tokens: list[int] = []
@@ -191,13 +199,15 @@ def print_decisions(rows: list[DecisionRow], mode: str) -> None:
     from irframework.cli.tables import print_table
 
     what = "nodes" if mode == "compile" else "calls"
-    title = "Who ran each op " + ("(the decode graph)" if mode == "compile" else "(one token)")
+    cached = ", decided when it was compiled: it comes from the cache" if mode == "compile" and from_cache() else ""
+    title = "Who ran each op " + (f"(the decode graph{cached})" if mode == "compile" else "(one token)")
     if rows:
         cells, notes = cells_and_notes(rows)
         print_table(title, ("op", what, "provider", "why not the others"), cells)
         print("\n".join(notes))
     else:
-        print(f"\n{title}: nothing to show; the code came from a cache that keeps no decisions, or no op was met")
+        why = "no report was kept with it" if cached else "no op was met"
+        print(f"\n{title}: nothing to show, since {why}")
 
 
 def _document(
@@ -219,5 +229,6 @@ def _document(
         "prefill_tokens_per_second": generation.prefill_rate,
         "decode_tokens_per_second": generation.decode_rate,
         "decisions": [row.to_dict() for row in rows],
+        "from_cache": arguments.mode == "compile" and from_cache(),
         "patches": patches.to_dict(),
     }

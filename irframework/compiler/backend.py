@@ -16,7 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from irframework.compiler import guards, hooks
 from irframework.compiler.attempts import Attempt
-from irframework.compiler.pipeline import PostPass, PrePass, run_pre_grad
+from irframework.compiler.pipeline import PostPass, PrePass, remember_place, run_pre_grad
 from irframework.compiler.report import Report
 from irframework.errors import IrError
 from irframework.platform import current_platform
@@ -55,6 +55,7 @@ def irframework(
     if compiler is None:
         from torch._inductor.compile_fx import compile_fx
 
+        remember_place(module.graph, option_priority)
         patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
         return cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
     return _compile_for_platform(module, example_inputs, compiler, option_priority)

@@ -25,7 +25,7 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 import irframework
 from irframework import bisecting
 from irframework.code_files import digest_files, digest_libraries, versions
-from irframework.compiler import guards, inductor_fault
+from irframework.compiler import guards, inductor_fault, kept_reports
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
 from irframework.compiler.functionalize import functionalize
@@ -225,6 +225,7 @@ class PreGradPass(CustomGraphPass):  # type: ignore[misc]
         from irframework.compiler import hooks
 
         run_pre_grad(graph, donate_inputs=hooks.donation_is_in_the_key())
+        remember_place(graph)
 
     def uuid(self) -> str:
         """The cache key. What the pass decides by is in the graph, or in the graph that it makes."""
@@ -246,6 +247,19 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
         with Attempt.at(graph, report, nested=True).step("functionalize", first=True):
             functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)
+
+
+def remember_place(graph: Graph, option_priority: Mapping[str, Any] | None = None) -> None:
+    """Give the report of a compile for Inductor its place beside Inductor's cache.
+
+    Args:
+        graph: The graph after the pre-grad stage.
+        option_priority: The compile option `ir_op_priority`.
+    """
+    report = current_report(create=False)
+    if report is not None and report.kept_as is None:
+        keys = [kind(option_priority).uuid() for kind in (PrePass, PostPass)]
+        report.kept_as = kept_reports.name_of(graph, keys)
 
 
 class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
@@ -274,7 +288,10 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
                 report = current_report()
                 assert report is not None
                 bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])
+                report.from_cache = False  # of a forward that was, the backward may not be
                 _run(self.stage, steps, graph, Context(report, is_inference, self.inductor))
+                if self.stage == AFTER:
+                    kept_reports.keep(report)
 
     def uuid(self) -> str | None:
         """The cache key of the very list that runs; None (no caching) if a plugin's pass has none."""

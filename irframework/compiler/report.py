@@ -86,7 +86,9 @@ class Report:
         timings: {stage: seconds}.
         failed: The pass that failed, if one did.
         visiting: The node that the running pass is at.
-        from_cache: True if the compiled code came from a cache, so that no pass ran and the rest is empty.
+        from_cache: True if the compiled code came from a cache, so that no pass ran: the rest is what was kept when
+            they ran (not the timings), or empty if nothing was kept.
+        kept_as: The name under which the report is kept for a compile that comes from the cache; None if it is not.
     """
 
     selected_impls: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Report:
     failed: FailedPass | None = None
     visiting: Node | None = None
     from_cache: bool = False
+    kept_as: str | None = None
 
     def add_selected(self, selected: dict[str, dict[str, str]]) -> None:
         """Add what one lowering pass chose."""
@@ -132,21 +135,23 @@ class Report:
     def summary(self) -> str:
         """One line: ops with their providers, fusions, copies, milliseconds."""
         if self.from_cache:
-            return "compiled from cache; passes not run"
+            kept = f"when they ran: {'; '.join(self._counts())}" if self.decisions else "no report was kept with it"
+            return f"compiled from cache; passes not run; {kept}"
         if self.failed is not None:
             return f"pass {self.failed.name} failed{' at ' if self.failed.where else ''}{self.failed.where}"
+        return "; ".join([*self._counts(), f"{1e3 * sum(self.timings.values()):.1f} ms"])
+
+    def _counts(self) -> list[str]:
         ops = []
         for op, nodes in sorted(self.selected_impls.items()):
             counts = Counter(nodes.values())
             ops.append(f"{op} " + "+".join(f"{count}x{provider}" for provider, count in sorted(counts.items())))
         fused = ", ".join(f"{count}x{op}" for op, count in sorted(self.fusions.items()))
-        parts = [
+        return [
             f"lowered {', '.join(ops) or 'nothing'}",
             f"fused {fused or 'nothing'}",
             f"copies {self.clones_inserted} inserted, {self.clones_removed} removed",
-            f"{1e3 * sum(self.timings.values()):.1f} ms",
         ]
-        return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, without the graphs."""
@@ -222,6 +227,10 @@ def close_compile(context: object, *, cached: bool) -> None:
             _recent.append(report)
         report.from_cache = not passes_ran
         _last = report
+    if report.from_cache:
+        from irframework.compiler import kept_reports
+
+        kept_reports.restore(report)
     logger.info("%s", report.summary())
 
 

@@ -1,9 +1,5 @@
 """What the report of a compile says."""
 
-import subprocess
-import sys
-import textwrap
-
 import torch
 from compiler_support import report, run, tensors
 
@@ -70,32 +66,3 @@ def test_a_report_can_be_written_as_json(add):
 
 def test_an_empty_report_says_so():
     assert Report().summary().startswith("lowered nothing; fused nothing")
-
-
-PROGRAM = """
-    import torch, irframework as ir
-    torch._inductor.config.fx_graph_cache = True
-    f = torch.compile(lambda x: ir.ops.silu_and_mul(x) + 1, backend="irframework")
-    with torch.no_grad():
-        f(torch.ones(2, 8))
-    print(ir.last_report().summary())
-"""
-
-
-def test_a_second_process_compiles_from_the_cache_and_says_so(tmp_path):
-    import os
-
-    said = []
-    for _ in range(2):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "IRFRAMEWORK_PLUGINS": ""}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-        )
-        said.append(done.stdout.strip())
-    assert said[0].startswith("lowered silu_and_mul 1xnative")
-    assert said[1] == "compiled from cache; passes not run"
