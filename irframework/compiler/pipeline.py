@@ -40,7 +40,8 @@ from irframework.digest import digest_function
 from irframework.errors import suggest
 from irframework.notices import say_once
 from irframework.plugins import cache_key_factors, compiler_passes
-from irframework.priority import fingerprint, option_scope
+from irframework.priority import entries_for, fingerprint, option_scope
+from irframework.registry import registry
 from irframework.settings import settings
 from irframework.torch_ops import NAMESPACE
 
@@ -259,6 +260,8 @@ def remember_place(graph: Graph, option_priority: Mapping[str, Any] | None = Non
     report = current_report(create=False)
     if report is not None and report.kept_as is None:
         keys = [kind(option_priority).uuid() for kind in (PrePass, PostPass)]
+        with guards.choices_of_this_compile(), option_scope(option_priority):  # a decision says who asked for it
+            keys += [repr(entries_for(op, mode="inductor")) for _, op in sorted(registry.ops.items())]
         report.kept_as = kept_reports.name_of(graph, keys)
 
 
