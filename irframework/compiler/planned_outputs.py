@@ -133,7 +133,8 @@ class _Sizes:
             value = node.meta.get("val")
             if _is_symbol(value) and (node.op == "placeholder" or value.node.expr not in self._sources):
                 self._known.setdefault(value.node.expr, node)
-        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+        # Attributes may stand before the inputs, so the first node that is no input is not always behind them.
+        self._after_inputs = inputs[-1].next if inputs else next(iter(graph.nodes))
 
     def node(self, number: Any) -> Any:
         """The number itself, or a node that computes it, placed where the graph inserts nodes now."""
@@ -155,7 +156,7 @@ class _Sizes:
                     f"Size {number} of an output cannot be computed: no input of the graph has {symbol}."
                 )
             target, source, dim = self._sources[symbol]
-            with self.graph.inserting_before(self._first):
+            with self.graph.inserting_before(self._after_inputs):
                 self._known[symbol] = found = self.graph.call_function(target, (source, dim))
             self._give_values(found)
         return self._known[symbol]
