@@ -76,6 +76,14 @@ def test_schemas_count_where_fake_tensors_are_stale():
     assert together(aliasing, nodes["exp"], nodes["view"])
 
 
+def test_items_of_a_view_are_views_where_fake_tensors_are_stale():
+    graph, _, nodes = analysed(lambda x: x.exp().split(2)[1].sin(), (4, 8))
+    item = nodes["sin"].args[0]
+    nodes["split"].meta["val"] = torch.empty(4, 8).split(2)
+    item.meta["val"] = nodes["split"].meta["val"][1]
+    assert together(Aliasing(graph), nodes["exp"], item)
+
+
 def test_storages_count_where_schemas_say_nothing():
     graph, _, nodes = analysed(lambda x: x.exp() + x.sin(), (4, 8))
     nodes["sin"].meta["val"] = nodes["exp"].meta["val"].view(4, 8)
