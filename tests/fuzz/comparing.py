@@ -196,7 +196,8 @@ def _compare(program: Program, written: Written, want: Seen, backend: str, devic
         tally.counts["with donations"] += bool(written.donations)
         if program.shapes != "static":
             _compare_other_size(program, written, compiled, device, tally)
-        _compare_other_sharing(program, written, compiled, device, tally)
+        if len(program.steps) % 3 == 0:  # it costs a compile more
+            _compare_other_sharing(program, written, compiled, device, tally)
 
 
 def _compare_other_sharing(
@@ -211,6 +212,8 @@ def _compare_other_sharing(
     for inputs in (apart, shared):
         other = replace(program, inputs=inputs)
         if other == program or (again := _write(other, device)).source != written.source:
+            continue
+        if inputs is apart and _writes_to_shared(program, written, device):
             continue
         want = _reference(other, again, scope(device, meanings=True), device, ROWS)
         if want is not None:
@@ -235,6 +238,18 @@ def _compare_other_size(
     seen = _run(compiled, program, arguments(program, device, OTHER_ROWS))
     _differ(seen, want, other, f"compiled, called with {OTHER_ROWS} rows")
     tally.counts["another size"] += 1
+
+
+def _writes_to_shared(program: Program, written: Written, device: str) -> bool:
+    """A fault of torch, also without IR ops: `test_torch_faults.py` shows it.
+
+    What was compiled for arguments that share memory, one of which is written to, is used for others that do not.
+    """
+    if not any(each.layout in ("alias", "rest", "overlap") for each in program.inputs):
+        return False
+    fresh = arguments(program, device)
+    after = _reference(program, written, scope(device, meanings=True), device, ROWS)
+    return after is None or not all(map(torch.equal, fresh.bases, after.arguments.bases))
 
 
 def _report_counts() -> Any:
@@ -322,6 +337,7 @@ def _fails_without_ops(program: Program, written: Written, want: Seen, backend: 
         _differ(_run(compiled, program, arguments(program, device)), want, written, "again without IR ops")
         if program.shapes != "static":
             _compare_other_size(program, written, compiled, device, Tally())
+        _compare_other_sharing(program, written, compiled, device, Tally())
     except Exception as error:
         return _first_lines(error)
     finally:
