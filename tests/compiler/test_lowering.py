@@ -107,10 +107,18 @@ def test_a_constant_of_an_implementation_is_carried_into_the_graph(scale):
     torch.testing.assert_close(run(f, torch.ones(4, 8)), (torch.ones(4, 8) * table + 1) * 2)
 
 
-def test_users_of_the_whole_tuple_are_rewritten(add):
-    with add.priority("inp"):
-        got = run(lambda x, r, w: add.op(x, r, w), *(arguments := tensors(*ARGUMENTS)))
-    torch.testing.assert_close(got, add.op.native(*arguments))
+@pytest.mark.parametrize("provider", ["native", "inp"])
+def test_users_of_the_whole_tuple_are_rewritten(add, provider):
+    class Model(torch.nn.Module):
+        def forward(self, x, r, w):
+            whole = add.op.torch_op(x, r, w)
+            return whole + whole, {"whole": whole}
+
+    arguments = tensors(*ARGUMENTS)
+    with add.priority(provider):
+        twice, named = ir.compiler.lower(torch.fx.symbolic_trace(Model()), arguments)(*arguments)
+    want = add.op.native(*arguments)
+    torch.testing.assert_close((twice, named["whole"]), (want + want, want))
 
 
 def test_nested_ops_are_lowered_and_reported(add, scale):
