@@ -196,7 +196,16 @@ def shape(op: "IrOp", args: tuple[Any, ...]) -> Any:
     """Return fake outputs of an op: those of native, contiguous and of their own. Never depends on a provider."""
     from irframework.execution import own_outputs
 
-    return own_outputs(op, (op.fake or op.registered["native"]).apply(args), args)
+    outputs = own_outputs(op, (op.fake or op.registered["native"]).apply(args), args)
+    if isinstance(outputs, Tensor):
+        return _from_the_start(outputs)
+    return type(outputs)(map(_from_the_start, outputs))
+
+
+def _from_the_start(output: Tensor) -> Tensor:
+    """What follows in a graph may count from an output's offset: it must not be an accident of native's."""
+    offset = output.storage_offset()
+    return output if isinstance(offset, int) and offset == 0 else output.clone()
 
 
 def _notify_compiler(op: "IrOp") -> None:

@@ -18,14 +18,15 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
-from irframework import bisecting, symbolic
+from irframework import bisecting, contract, symbolic
 from irframework.compiler.aliasing import Aliasing
 from irframework.compiler.clones import KeptCopy
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import Report, graph_number, location, source_line
-from irframework.compiler.tracing import contiguous_strides, fake_like, trace
+from irframework.compiler.tracing import ClosedOverWriteError, contiguous_strides, fake_like, trace
+from irframework.contract import Breach, described_call, titled
 from irframework.dispatch import resolve
 from irframework.errors import ImplementationContractError, IrError, LoweringError
 from irframework.notices import say_once
@@ -190,28 +191,31 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
         traced = trace(lambda *given: impl.apply(given), fresh, mode)
     except IrError:
         raise
+    except ClosedOverWriteError as error:
+        _Contract(op, impl, node).hold(contract.closed_over_write(f"calls {error}, which writes to"))
+        raise
     except Exception as error:
         raise LoweringError(
-            f"{_title(impl)} failed while being traced for {_describe(op, values)}: "
+            f"{titled(impl)} failed while being traced for {described_call(op, values)}: "
             f"{type(error).__name__}: {error}{location(node)}"
         ) from error
-    contract = _Contract(op, impl, node)
-    contract.check_guards(mode.shape_env, guards, values)
-    contract.check_writes(traced.written)
+    rules = _Contract(op, impl, node)
+    rules.check_guards(mode.shape_env, guards, values)
+    rules.check_writes(traced.written)
     graph = traced.module.graph
     graph.eliminate_dead_code()
     aliasing = Aliasing(graph)
     outputs: tuple[Node, ...] = graph.output_node().args[0]  # type: ignore[assignment]
     expected = node.meta["val"]
-    contract.check_count(len(outputs), expected, traced.is_tuple)
+    rules.check_count(len(outputs), expected, traced.is_tuple)
     for inner in graph.nodes:
-        contract.check_effects(inner, aliasing)
+        rules.check_effects(inner, aliasing)
         if inner.target is auto_functionalized:
             mark_copy(inner, op.name, impl.provider)
     wanted = expected if isinstance(expected, (tuple, list)) else (expected,)
     finished: list[Node] = []
     for index, (output, want) in enumerate(zip(outputs, wanted, strict=True)):
-        finished.append(_finish_output(graph, aliasing, output, outputs[:index], contract, index, want, mode))
+        finished.append(_finish_output(graph, aliasing, output, outputs[:index], rules, index, want, mode))
     graph.output_node().args = (tuple(finished),)
     return Template(traced.module, traced.dynamic, mode)
 
@@ -221,28 +225,33 @@ def _finish_output(
     aliasing: Aliasing,
     output: Node,
     before: Sequence[Node],
-    contract: _Contract,
+    rules: _Contract,
     index: int,
     want: torch.Tensor,
     mode: FakeTensorMode,
 ) -> Node:
     """Give an output the layout and the independence that its op promises."""
     got = output.meta["val"]
-    contract.check_output(index, got, want)
-    same_layout = statically_known_true(sym_eq(tuple(got.stride()), tuple(want.stride())))
-    borrowed = any(root.op in ("placeholder", "get_attr") for root in aliasing.roots(output))
-    twice = any(aliasing.find(output) is aliasing.find(other) for other in before)
-    if same_layout and not borrowed and not twice:
+    rules.check_output(index, got, want)
+    same_layout = _known_equal(got.stride(), want.stride())
+    at_start = _known_equal((got.storage_offset(),), (want.storage_offset(),))
+    borrowed = [root for root in aliasing.roots(output) if root.op in ("placeholder", "get_attr")]
+    twice = [number for number, other in enumerate(before) if aliasing.find(output) is aliasing.find(other)]
+    if same_layout and at_start and not borrowed and not twice:
         return output
+    rules.name_repairs(index, got, want, borrowed, twice)
     with graph.inserting_before(graph.output_node()):
-        if same_layout:
+        if same_layout and at_start:
             copy = graph.call_function(_CLONE, (output,))
-            mark_copy(copy, contract.op.name, contract.impl.provider)
-        else:
-            contract.name_layout(index, got, want)
+            mark_copy(copy, rules.op.name, rules.impl.provider)
+        else:  # unmarked: the copy is needed whoever owns the memory
             copy = graph.call_function(_CLONE, (output,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = fake_like(want, mode)
     return copy
+
+
+def _known_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return statically_known_true(sym_eq(tuple(sizes), tuple(others)))
 
 
 def _fake_mode(values: Sequence[Any], node: Node) -> FakeTensorMode:
@@ -251,24 +260,6 @@ def _fake_mode(values: Sequence[Any], node: Node) -> FakeTensorMode:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     raise LoweringError(f"Node {node.name} has no fake tensors: run fake tensor propagation before lowering.")
-
-
-def _title(impl: IrOpImpl) -> str:
-    return impl.described[0].upper() + impl.described[1:]
-
-
-def _describe(op: IrOp, values: Sequence[Any]) -> str:
-    parts = []
-    for name, value in zip(op.signature.parameters, values, strict=False):
-        parts.append(f"{name}={_short(value) if isinstance(value, torch.Tensor) else value!r}")
-    return f"{op.name}({', '.join(parts)})"
-
-
-def _short(value: torch.Tensor) -> str:
-    dtype = str(value.dtype).removeprefix("torch.")
-    return (
-        f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}) on {value.device}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +271,29 @@ class _Contract:
     node: Node
 
     def _fail(self, what: str, advice: str) -> ImplementationContractError:
-        return ImplementationContractError(f"{_title(self.impl)} {what}. {advice}{location(self.node)}")
+        return ImplementationContractError(f"{titled(self.impl)} {what}. {advice}{location(self.node)}")
+
+    def hold(self, breach: Breach | None) -> None:
+        """Raise if the contract is broken."""
+        if breach is not None:
+            raise self._fail(breach.what, breach.advice)
+
+    def name_repairs(
+        self, index: int, got: torch.Tensor, want: torch.Tensor, borrowed: Sequence[Node], twice: Sequence[int]
+    ) -> None:
+        """Say once why an output has to be copied."""
+        if self.impl.provider == NATIVE:
+            return
+        breaches = [contract.sharing(index, f"output {number}") for number in twice]
+        if not self.impl.inplace:  # the framework gave it that memory
+            breaches += [contract.sharing(index, "an argument or a tensor that it closes over") for _ in borrowed[:1]]
+        if not _known_equal(got.stride(), want.stride()):
+            breaches.append(contract.strides(index, got, want.stride()))
+        elif not borrowed and not _known_equal((got.storage_offset(),), (want.storage_offset(),)):
+            breaches.append(contract.offset(index, got))
+        for breach in breaches:
+            key = (self.impl.name, index, breach.rule)
+            say_once(logging.WARNING, key, "%s %s. %s", titled(self.impl), breach.what, breach.advice)
 
     def check_guards(self, environment: Any | None, before: int, values: Sequence[Any]) -> None:
         """What is traced should serve all sizes. Native may look at them: what it looks at is the op's own meaning."""
@@ -295,7 +308,7 @@ class _Contract:
             logging.WARNING,
             (self.impl.name, guard),
             "%s %s: what is compiled serves some sizes only. %s",
-            _title(self.impl),
+            titled(self.impl),
             what,
             advice,
         )
@@ -304,16 +317,7 @@ class _Contract:
         """Only an in-place implementation may write, and only to what a caller can give away."""
         names = list(self.op.signature.parameters)
         for index in written:
-            if not self.impl.inplace:
-                raise self._fail(
-                    f"overwrites its argument {names[index]!r}",
-                    "Register it with inplace=True, or let it write to a tensor of its own.",
-                )
-            if names[index] not in self.op.activations:
-                raise self._fail(
-                    f"overwrites its argument {names[index]!r}, which is no activation of the op",
-                    f"Only {', '.join(map(repr, self.op.activations))} may be overwritten.",
-                )
+            self.hold(contract.write(self.impl, names[index]))
 
     def check_effects(self, node: Node, aliasing: Aliasing) -> None:
         """A trace must be functional: what it writes to could be anybody's."""
@@ -327,34 +331,16 @@ class _Contract:
             for argument in target._schema.arguments:
                 value = node.kwargs.get(argument.name)
                 if argument.alias_info is not None and isinstance(value, Node) and value.op == "get_attr":
-                    raise self._fail(
-                        f"calls {target}, which writes to a tensor that the implementation closes over",
-                        "Let it allocate its work space, or pass it in as an argument.",
-                    )
+                    self.hold(contract.closed_over_write(f"calls {target}, which writes to"))
 
     def check_count(self, count: int, expected: object, is_tuple: bool) -> None:
         """As many tensors as native returns, and a tuple exactly where native returns one."""
-        want = len(expected) if isinstance(expected, (tuple, list)) else 1
-        if count != want or is_tuple != isinstance(expected, (tuple, list)):
-            kind = f"a tuple of {count} tensors" if is_tuple else "one tensor"
-            wanted = f"a tuple of {want} tensors" if isinstance(expected, (tuple, list)) else "one tensor"
-            raise self._fail(f"returns {kind}", f"The op returns {wanted}.")
+        wants_tuple = isinstance(expected, (tuple, list))
+        wanted = len(expected) if isinstance(expected, (tuple, list)) else 1
+        self.hold(contract.count(count, is_tuple, wanted, wants_tuple))
 
     def check_output(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
         """Same dtype, device and shape as the op's fake implementation says."""
         same = got.dtype == want.dtype and got.device == want.device
         if not same or not symbolic.same_sizes(got.shape, want.shape):
-            raise self._fail(f"returns {_short(got)} as output {index}", f"The op returns {_short(want)}.")
-
-    def name_layout(self, index: int, got: torch.Tensor, want: torch.Tensor) -> None:
-        """Say once that an output had to be copied into the layout the op promises."""
-        if self.impl.provider != NATIVE:
-            say_once(
-                logging.WARNING,
-                (self.impl.name, index, "layout"),
-                "%s returns output %d with strides %s where the op promises %s: a copy repairs it.",
-                _title(self.impl),
-                index,
-                tuple(got.stride()),
-                tuple(want.stride()),
-            )
+            self.hold(contract.output(index, got, want))

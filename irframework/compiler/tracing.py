@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
 
     Raises:
         TypeError: The function returned something else than tensors.
+        ClosedOverWriteError: It writes to a real tensor.
     """
     dynamic = tuple(index for index, argument in enumerate(arguments) if _is_dynamic(argument))
     written: list[int] = []
@@ -70,7 +72,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
         written.clear()
         full = list(arguments)
         exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
-        with exclude, FunctionalTensorMode():
+        with exclude, FunctionalTensorMode(), _KeepOff():
             for index, value in zip(dynamic, values, strict=True):
                 full[index] = FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value
             result = function(*full)
@@ -105,6 +107,40 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
             if isinstance(value, torch.Tensor) and "val" not in node.meta:
                 node.meta["val"] = mode.from_tensor(value, static_shapes=True)
     return Trace(module, dynamic, tuple(written), is_tuple)
+
+
+class ClosedOverWriteError(Exception):
+    """The function writes to a tensor that is neither an argument nor its own; the message names the torch op."""
+
+
+class _KeepOff(TorchDispatchMode):
+    """Lets nobody write to a real tensor: under functionalization, the function's own tensors are not real."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.views: dict[int, torch.Tensor] = {}  # of real tensors; kept, so that their ids stay theirs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch op that writes to nothing real."""
+        schema = getattr(func, "_schema", None)
+        closed_over = False
+        for index, argument in enumerate(() if schema is None else schema.arguments):
+            if argument.alias_info is not None:
+                value = (kwargs or {}).get(argument.name, args[index] if index < len(args) else None)
+                if any(map(self._is_real, value if isinstance(value, (list, tuple)) else (value,))):
+                    closed_over = True
+                    if argument.alias_info.is_write:
+                        raise ClosedOverWriteError(str(func))
+        result = func(*args, **(kwargs or {}))
+        if closed_over:
+            views = result if isinstance(result, (list, tuple)) else (result,)
+            self.views.update({id(view): view for view in views})
+        return result
+
+    def _is_real(self, value: object) -> bool:
+        return type(value) in (torch.Tensor, torch.nn.Parameter) or id(value) in self.views
 
 
 @contextmanager

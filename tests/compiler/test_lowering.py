@@ -250,3 +250,87 @@ def test_decisions_are_in_the_report(add):
     (decision,) = report().decisions.values()
     assert decision.provider == "inp"
     assert decision.candidates[0].reason == "needs luck"
+
+
+def _counts(x, state):
+    state.add_(1)
+    return x * 2
+
+
+def _copies(x, state):
+    state.copy_(x)
+    return x * 2
+
+
+def _writes_a_row(x, state):
+    state[1] = x[0]
+    return x * 2
+
+
+def _writes_out(x, state):
+    return torch.mul(x, 2, out=state).clone()
+
+
+@pytest.mark.parametrize("body", [_counts, _copies, _writes_a_row, _writes_out])
+def test_a_torch_op_that_writes_to_a_closed_over_tensor_is_named_and_not_run(scale, body):
+    state = torch.zeros(4, 8)
+    scale.register_impl("stateful")(lambda x, factor=2.0: body(x, state))
+    message = failing(ImplementationContractError, lambda x: scale(x), torch.ones(4, 8))
+    assert "'stateful'" in message
+    assert "writes to a tensor that the implementation closes over" in message
+    assert not state.any()
+
+
+def test_a_tensor_that_an_implementation_makes_itself_may_be_written(scale):
+    @scale.register_impl("own")
+    def own(x, factor=2.0):
+        y = torch.tensor([1.0, 2.0]).repeat(4)
+        y[0] = factor
+        return (y * 0 + x).mul_(factor)
+
+    assert (run(lambda x: scale(x), torch.ones(4, 8)) == 2).all()
+
+
+def test_an_output_that_begins_inside_its_storage_is_repaired_and_named_once(scale, caplog):
+    @scale.register_impl("tail")
+    def tail(x, factor=2.0):
+        return torch.cat((x, x * factor))[x.shape[0] :]
+
+    with caplog.at_level("WARNING", logger="irframework"):
+        got = run(lambda x: scale(scale(x)), torch.ones(4, 8))
+    assert got.storage_offset() == 0
+    assert (got == 4).all()
+    messages = [r.message for r in caplog.records]
+    assert len(messages) == 1
+    assert "'tail'" in messages[0]
+    assert "at offset 32 of its storage" in messages[0]
+
+
+def test_an_op_whose_own_function_returns_a_part_promises_a_tensor_of_its_own():
+    def tail(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x * 2))[x.shape[0] :]
+
+    op = ir.register_op(name="tc_tail")(tail)
+
+    def below(x):
+        return op(x).as_strided((2, 8), (8, 1), 0)
+
+    assert (run(below, torch.ones(4, 8)) == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (lambda x, x_residual, weight: (x + x_residual,) * 2, "returns output 1 in the memory of output 0"),
+        (lambda x, x_residual, weight: (x + x_residual, x), "returns output 1 in the memory of an argument"),
+    ],
+)
+def test_an_output_in_memory_that_is_not_its_own_is_named_once(add, caplog, wrong, what):
+    add.op.register_impl("sharing")(wrong)
+    with add.priority("sharing"), caplog.at_level("WARNING", logger="irframework"):
+        for _ in range(2):
+            run(lambda *a: add.op(*a), *tensors(*ARGUMENTS))
+    messages = [r.message for r in caplog.records]
+    assert len(messages) == 1
+    assert "'sharing'" in messages[0]
+    assert what in messages[0]

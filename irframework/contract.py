@@ -1,0 +1,129 @@
+"""What an implementation must keep to, and the words for each way of breaking it.
+
+Owns the rules by name, and what is said and advised about each. Lowering (`compiler/lowering.py`) holds every compiled
+implementation to them; `irframework check` (`testing/contracts.py`) asks on demand. Does not look at an implementation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from irframework.impl import IrOpImpl
+    from irframework.op import IrOp
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One way of breaking the contract.
+
+    Attributes:
+        rule: `writes`, `count`, `output`, `strides`, `offset`, `sharing`, `in_place`, `values`, `raises`, `fake` or
+            `compiled`.
+        what: What the implementation does, without its subject: `overwrites its argument 'x'`.
+        advice: What to do about it, one or two sentences.
+    """
+
+    rule: str
+    what: str
+    advice: str
+
+
+def titled(impl: "IrOpImpl") -> str:
+    """Who broke the contract, as the beginning of a sentence."""
+    return impl.described[0].upper() + impl.described[1:]
+
+
+def described_tensor(value: Tensor) -> str:
+    """A tensor without its values: `float32[4, 8] strides (8, 1) on cpu`."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    offset = value.storage_offset()
+    inside = f" at offset {offset}" if isinstance(offset, int) and offset else ""
+    return (
+        f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}){inside} on "
+        f"{value.device}"
+    )
+
+
+def described_call(op: "IrOp", values: Sequence[Any]) -> str:
+    """A call without the values of its tensors."""
+    parts = []
+    for name, value in zip(op.signature.parameters, values, strict=False):
+        parts.append(f"{name}={described_tensor(value) if isinstance(value, Tensor) else repr(value)}")
+    return f"{op.name}({', '.join(parts)})"
+
+
+def write(impl: "IrOpImpl", argument: str) -> Breach | None:
+    """Only an in-place implementation may write, and only to what a caller can give away."""
+    if not impl.inplace:
+        advice = "Register it with inplace=True, or let it write to a tensor of its own."
+        return Breach("writes", f"overwrites its argument {argument!r}", advice)
+    if argument in impl.op.activations:
+        return None
+    return Breach(
+        "writes",
+        f"overwrites its argument {argument!r}, which is no activation of the op",
+        f"Only {', '.join(map(repr, impl.op.activations))} may be overwritten.",
+    )
+
+
+def write_beside(argument: str) -> Breach:
+    """Memory around a tensor is somebody else's."""
+    return Breach(
+        "writes",
+        f"writes to memory beside its argument {argument!r}",
+        "The tensor is a part of a larger one. Keep to its sizes and strides.",
+    )
+
+
+def closed_over_write(by: str) -> Breach:
+    """What an implementation closes over is no argument: nobody knows that it changes."""
+    return Breach(
+        "writes",
+        f"{by} a tensor that the implementation closes over",
+        "Let it allocate its work space, or pass it in as an argument.",
+    )
+
+
+def count(found: int, is_tuple: bool, wanted: int, wants_tuple: bool) -> Breach | None:
+    """As many tensors as native returns, and a tuple exactly where native returns one."""
+    if found == wanted and is_tuple == wants_tuple:
+        return None
+    kind = f"a tuple of {found} tensors" if is_tuple else "one tensor"
+    promised = f"a tuple of {wanted} tensors" if wants_tuple else "one tensor"
+    return Breach("count", f"returns {kind}", f"The op returns {promised}.")
+
+
+def output(index: int, got: Tensor, want: Tensor) -> Breach:
+    """Same dtype, device and shape as the op's own."""
+    what = f"returns {described_tensor(got)} as output {index}"
+    return Breach("output", what, f"The op returns {described_tensor(want)}.")
+
+
+def strides(index: int, got: Tensor, want: Sequence[Any]) -> Breach:
+    """An output is contiguous."""
+    what = f"returns output {index} with strides {tuple(got.stride())} where the op promises {tuple(want)}"
+    return Breach("strides", what, "A copy repairs it. Return a contiguous tensor.")
+
+
+def offset(index: int, got: Tensor) -> Breach:
+    """An output begins where its storage begins."""
+    what = f"returns output {index} as a part of a larger tensor, at offset {got.storage_offset()} of its storage"
+    return Breach("offset", what, "A copy repairs it. Return a tensor of its own.")
+
+
+def sharing(index: int, other: str) -> Breach:
+    """An output is nobody else's memory."""
+    what = f"returns output {index} in the memory of {other}"
+    return Breach("sharing", what, "A copy repairs it. Return a tensor of its own.")
+
+
+def not_in_place(impl: "IrOpImpl") -> Breach:
+    """An implementation that is declared in place must work in place."""
+    return Breach(
+        "in_place",
+        f"is registered with inplace=True, and neither overwrites nor returns {' or '.join(impl.op.activations)}",
+        "Each call pays for a copy that nobody needs. Register it without inplace=True.",
+    )
