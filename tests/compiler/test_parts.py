@@ -4,6 +4,8 @@ import pytest
 import torch
 from compiler_support import lowered, report, run, tensors
 
+import irframework as ir
+
 BACKENDS = [None, lowered, "irframework", "inductor"]
 NAMES = ["eager", "lowered", "irframework", "inductor"]
 
@@ -79,6 +81,43 @@ def test_a_graph_input_that_is_part_of_a_tensor_leaves_the_rest_alone(add, call,
     got = call(lambda x, r, w: add.op.maybe_inplace(x, r, w), base[given], r.clone(), w)
     torch.testing.assert_close(got, (want * w, want))
     torch.testing.assert_close(base[other], before[other])
+
+
+@pytest.mark.parametrize(
+    "part",
+    [lambda x: x[:, :4], lambda x: x[:, :1].expand(-1, 4)],
+    ids=["columns", "expanded"],
+)
+@pytest.mark.parametrize("outside", [False, True], ids=["in the graph", "before it"])
+def test_an_in_place_kernel_is_never_given_a_part_with_gaps(add, call, part, outside):
+    """Whatever its conditions say: its activations become the outputs, and those are contiguous."""
+    add.library.define("strict_(Tensor(a!) x, Tensor(b!) r, Tensor w) -> ()")
+    add.library.impl("strict_", _strict, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{add.library.ns}::strict_", lambda x, r, w: None, lib=add.library)
+    add.op.unregister_impl("inp")
+
+    @add.op.register_impl("inp", inplace=True, supports_args=ir.supports(row_contiguous=("x", "x_residual")))
+    def strict(x, x_residual, weight):
+        getattr(torch.ops, add.library.ns).strict_(x, x_residual, weight)
+        return x, x_residual
+
+    x, w = torch.randn(8, 8), torch.randn(4)
+    before = x.clone()
+    if outside:
+        got = call(lambda x, r, w: add.op.maybe_inplace(x, r, w), part(x), part(x).contiguous() + 1, w)
+    else:
+        got = call(lambda x, w: add.op.maybe_inplace(part(x), part(x).contiguous() + 1, w), x, w)
+    want = part(before) * 2 + 1
+    torch.testing.assert_close(got, (want * w, want))
+    assert [output.is_contiguous() for output in got] == [True, True]
+    torch.testing.assert_close(x, before)
+
+
+def _strict(x, r, w):
+    assert x.is_contiguous(), x.stride()
+    assert r.is_contiguous(), r.stride()
+    r.add_(x)
+    torch.mul(r, w, out=x)
 
 
 def test_both_parts_may_be_donated_to_one_call(add, call):
