@@ -334,3 +334,13 @@ def test_an_output_in_memory_that_is_not_its_own_is_named_once(add, caplog, wron
     assert len(messages) == 1
     assert "'sharing'" in messages[0]
     assert what in messages[0]
+
+
+def test_memory_that_an_in_place_implementation_was_given_may_begin_anywhere(add, caplog):
+    x, r = tensors((2, 4, 8), (2, 4, 8))
+    expected = add.op.native(x[1], r[1], torch.ones(8))
+    with add.priority("inp"), caplog.at_level("WARNING", logger="irframework"):
+        got = run(lambda x, r, w: add.op.maybe_inplace(x[1], r[1], w), x, r, torch.ones(8))
+    torch.testing.assert_close(got, expected)
+    assert got[0].data_ptr() == x[1].data_ptr()
+    assert not caplog.records
