@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,8 +67,13 @@ def main() -> int:
         workers = [_Worker(chosen, job, Path(folder) / f"{job}.json", deadline) for job in range(chosen.jobs)]
         for worker in workers:
             worker.start()
-        while any(not worker.done() for worker in workers):
-            time.sleep(0.5)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            while sum(not worker.done() for worker in workers):  # all are looked at each time
+                time.sleep(0.5)
+        except KeyboardInterrupt:  # say what was compared until then
+            for worker in workers:
+                worker.stop()
         total: Counter[str] = Counter()
         for worker in workers:
             total.update(worker.counts())
@@ -114,6 +120,11 @@ class _Worker:
                 self.start()
                 return False
         return True
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.terminate()
+        self.process.wait()
 
     def journal_is_empty(self) -> bool:
         return not self._read()
