@@ -120,8 +120,6 @@ class _Remover:
         if not _same_layout(copy, source):
             return f"{source.name} has another layout"
         here = aliasing.position[copy]
-        if aliasing.find(copy) is aliasing.find(source):
-            return f"{source.name} may already share memory with it"
         writes = [access.position for access in aliasing.writes(copy) if access.position > here]
         overwriting = [a for a in self._overlapping(aliasing.writes(source), source) if a.position > here]
         if overwriting:

@@ -96,6 +96,10 @@ REASONS = {
     ),
     "first of two readers": (lambda op, h, r, w: (*op(h, r, w), h.sin(), h.exp()), "mul is read later by sin"),
     "read by another op": (lambda op, h, r, w: (*op(h, r, w), *op(h.exp(), h, w)), "mul is read later by exp"),
+    "read by the kernel itself": (
+        lambda op, h, r, w: op(h, r, h[0]),
+        "mul is read later by k__default through select",
+    ),
     "postponed": (
         lambda op, h, r, w: (lambda e: (*op(h, r, w), e))(h.exp()),
         "mul is read by exp, which may be computed only when it is needed",
