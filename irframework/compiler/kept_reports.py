@@ -115,7 +115,7 @@ def _write(place: Path, text: bytes) -> None:
 
 def _make_room(folder: Path) -> None:
     """Take the oldest files away where there are too many."""
-    names = os.listdir(folder)
+    names = [name for name in os.listdir(folder) if name.endswith(".json")]
     if len(names) > _MAX_FILES:
         dated = sorted((_changed(folder / name), name) for name in names)
         for _, name in dated[: len(names) - _MAX_FILES]:

@@ -51,8 +51,10 @@ def _variables(path: Path | None, environment: dict[str, str]) -> dict[str, str]
 
 
 _SERVER = """
-import json, os, sys, traceback
-import torch
+import importlib, json, os, sys, traceback
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of workers that a fork would leave behind
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -81,16 +83,19 @@ for line in sys.stdin:
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch, and nothing else of ours, and forks for every program: saves seconds each."""
-    server = subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _server(imports: tuple[str, ...]) -> subprocess.Popen[str]:
+    """A process that has imported torch, and nothing of ours, and forks for every program: saves seconds each."""
+    command = [sys.executable, "-c", _SERVER, *imports]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(server.communicate)  # closes its input, so that it ends
     return server
 
 
-def run_python(code: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, path: Path | None = None, imports: tuple[str, ...] = ("torch",), **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program with the distributions under `path` installed, and none of this environment's."""
-    server = _server()
+    server = _server(imports)
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
