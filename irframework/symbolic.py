@@ -33,11 +33,15 @@ def guard_count(environment: Any | None) -> int:
     return 0 if environment is None else len(environment.guards)
 
 
+_TRIED = (2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 33, 64, 96, 100, 128, 1000, 1024, 4096, 4097, 1 << 20, 1 << 31)
+
+
 def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> str | None:
     """Return, as text, a guard on a size or stride that was added since there were `before` guards; None without one.
 
     A guard on a number argument does not count: under `dynamic=True` an int of the caller's is symbolic as well, and
-    torch specializes it at the first operator that takes a plain int.
+    torch specializes it at the first operator that takes a plain int. Neither does one that holds for every size that
+    the guards before it allow, as torch's own operators add them (`s // 2 != 0`).
     """
     if environment is None or len(environment.guards) <= before:
         return None
@@ -47,10 +51,27 @@ def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> s
             for number in (*value.shape, *value.stride(), value.storage_offset()):
                 if isinstance(number, torch.SymInt):
                     symbols |= number.node._expr.free_symbols  # `expr` has lost those that are numbers now
+    earlier = [guard.expr for guard in environment.guards[:before]]
     for guard in reversed(environment.guards[before:]):
-        if guard.expr.free_symbols & symbols:
+        if guard.expr.free_symbols & symbols and not _holds_for_all(guard.expr, earlier):
             return str(guard.expr)
     return None
+
+
+def _holds_for_all(expression: Any, earlier: list[Any]) -> bool:
+    """Whether a guard holds for all tried sizes that pass the earlier guards. torch itself treats 0 and 1 apart."""
+    from sympy import Integer
+
+    symbols = sorted(expression.free_symbols, key=str)
+    known = [guard for guard in earlier if guard.free_symbols <= set(symbols)]
+    for first in range(len(_TRIED)):
+        for step in (0, 1, 5):  # all sizes alike, and different ones
+            values = {
+                symbol: Integer(_TRIED[(first + step * place) % len(_TRIED)]) for place, symbol in enumerate(symbols)
+            }
+            if all(bool(guard.xreplace(values)) for guard in known) and not bool(expression.xreplace(values)):
+                return False
+    return True
 
 
 def is_guard_error(error: BaseException) -> bool:

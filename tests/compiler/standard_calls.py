@@ -175,7 +175,7 @@ def fake_providers() -> Iterator[None]:
         y, _ = ir.ops.fused_add_rms_norm.native(x, torch.zeros_like(x), weight, epsilon, variance_size)
         return y
 
-    @ir.ops.silu_and_mul.register_impl("nested")
+    @ir.ops.silu_and_mul.register_impl("nested", supports_args=ir.supports(dtype=torch.float32))
     def nested_gate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         return x[..., :half] * torch.sigmoid(x[..., :half]) * x[..., half:]
