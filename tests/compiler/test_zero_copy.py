@@ -173,7 +173,7 @@ def generated(function, arguments, backend):
     compiled = torch.compile(function, backend=backend)
     with torch.no_grad():
         _, codes = run_and_get_code(compiled, *(t.clone() for t in arguments))
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             results = compiled(*arguments)
     held = most = 0
     for event in profile.profiler.kineto_results.events():
