@@ -18,6 +18,7 @@ _COMMANDS = {
     "doctor": "what is installed here, what works, and why the rest does not",
     "ops": "the registered ops and their implementations",
     "explain": "how one call would be decided, and why",
+    "check": "whether implementations keep their op's contract",
     "bisect": "find the op, its place and the kernel that make a program fail",
 }
 
@@ -29,8 +30,8 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; None reads `sys.argv`.
 
     Returns:
-        0 when all is well, 1 when something is wrong (an error, a finding of `doctor`, or none of `bisect`), 130 after
-        Ctrl-C. Wrong usage leaves through `SystemExit(2)`, as argparse does.
+        0 when all is well, 1 when something is wrong (an error, a finding of `doctor` or `check`, or none of `bisect`),
+        130 after Ctrl-C. Wrong usage leaves through `SystemExit(2)`, as argparse does.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments  # the rest is another program's
