@@ -12,6 +12,7 @@ memory from real tensors. A donated tensor, and every name that may share an ele
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -200,11 +201,16 @@ class Written:
     Attributes:
         source: The function `f`.
         given: For each base of `arguments`, the bytes that were donated.
-        kept: The inputs whose memory was donated although it may never be overwritten.
+        kept: Which bases compiled code may not overwrite, donated or not: those of parameters, of what requires a
+            gradient, and of several arguments that the program uses.
+        calls: How many IR ops it calls.
+        donations: How many of these donate.
+        breaks: How many graph breaks there are.
     """
 
     source: str
     given: list[set[int]]
+    kept: set[int] = field(default_factory=set)
     calls: int = 0
     donations: int = 0
     breaks: int = 0
@@ -289,7 +295,7 @@ class Writer:
                 other = self.scope[name]
                 if storage(other) != storage(tensor):
                     continue
-                if self.program.shapes == "static" and self.proves_disjoint(other, tensor):
+                if self.proves_disjoint(other, tensor):
                     if elements(other) & taken:
                         raise DisjointError(f"{name} after:\n" + "\n".join(self.lines))
                     continue
@@ -337,4 +343,25 @@ def write(
     results = [writer.pick(number) for number in program.returns] if writer.alive else ["w * 2"]
     body = "\n".join(f"    {line}" for line in writer.lines)
     source = f"def f({', '.join(names)}):\n{body}\n    return ({', '.join(results)},)\n"
-    return Written(source, writer.given, writer.calls, writer.donations, writer.breaks)
+    kept = set() if writer.breaks else _kept(inputs, names, source.partition("\n")[2])
+    return Written(source, writer.given, kept, writer.calls, writer.donations, writer.breaks)
+
+
+def _kept(inputs: Arguments, names: Sequence[str], body: str) -> set[int]:
+    """The bases whose memory compiled code may not overwrite."""
+    kept: set[int] = set()
+    for index, base in enumerate(inputs.bases):
+        own = {
+            id(t): t
+            for n, t in zip(names, inputs.passed, strict=True)
+            if storage(t) == storage(base) and _used(n, body)
+        }
+        special = any(isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad for tensor in own.values())
+        if len(own) > 1 or special:
+            kept.add(index)
+    return kept
+
+
+def _used(name: str, body: str) -> bool:
+    """Whether more of a tensor than its size is used; then it is an input of the graph."""
+    return re.search(rf"\b{name}\b(?!\.shape)", body) is not None
