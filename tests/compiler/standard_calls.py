@@ -84,12 +84,12 @@ CALLS = {
 _NESTED = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
 
 
-def _providers(call: Call) -> list[str]:
+def _providers(call: Call, kernels: str) -> list[str]:
     whole = "variance_size" not in call.op.signature.parameters or len(call.arguments(1)) < len(
         call.op.signature.parameters
     )
     overwriting = ["overwriting"] if call.op is ir.ops.fused_add_rms_norm and whole else []
-    return ["native", "vllm_c", *overwriting, *(["nested"] if call.op.name in _NESTED else [])]
+    return ["native", kernels, *overwriting, *(["nested"] if call.op.name in _NESTED else [])]
 
 
 def all_calls() -> pytest.MarkDecorator:
@@ -97,12 +97,12 @@ def all_calls() -> pytest.MarkDecorator:
     return pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in CALLS.items()])
 
 
-def all_calls_and_providers() -> pytest.MarkDecorator:
-    """Every call with every provider that takes it, as `call` and `provider`."""
+def all_calls_and_providers(kernels: str = "vllm_c") -> pytest.MarkDecorator:
+    """Every call with native, the provider of a plugin and the fake ones that take it, as `call` and `provider`."""
     pairs = [
         pytest.param(call, provider, id=f"{name}-{provider}")
         for name, call in CALLS.items()
-        for provider in _providers(call)
+        for provider in _providers(call, kernels)
     ]
     return pytest.mark.parametrize(("call", "provider"), pairs)
 
@@ -135,8 +135,8 @@ def prefer(provider: str) -> Any:
 def available(provider: str) -> str:
     """Skip where a plugin's kernels are not here."""
     impl = ir.ops.rms_norm.impls.get(provider)
-    if provider == "vllm_c" and (impl is None or not impl.supported):
-        pytest.skip("needs the kernels of irframework-vllm-c for the CPU")
+    if provider in ("vllm_c", "triton") and (impl is None or not impl.supported):
+        pytest.skip(f"needs the kernels of provider {provider}")
     return provider
 
 
