@@ -24,7 +24,7 @@ from irframework.compiler.aliasing import storage_of
 
 def disjoint(x: object, y: object) -> bool:
     """True if two (fake) tensors lie on one storage and are proved to share no byte, whatever symbolic sizes are."""
-    return on_one_storage(x, y) and _apart(_Bytes.of(x), _Bytes.of(y))
+    return x is not y and on_one_storage(x, y) and _apart(_Bytes.of(x), _Bytes.of(y))
 
 
 def disjoint_in_example(x: object, y: object) -> bool:
