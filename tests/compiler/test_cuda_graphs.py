@@ -284,6 +284,11 @@ def test_inductor_compiles_no_size_again(backend, provider):
                     same(got, model(*data_of(rows)))
 
 
+def layout(tensor: Tensor) -> Any:
+    """Inductor itself gives tensors without elements other strides than eager torch does."""
+    return tensor.shape, tensor.dtype, tensor.stride() if tensor.numel() else None
+
+
 @BACKENDS
 @PROVIDERS
 def test_no_rows_after_some(backend, provider):
@@ -292,7 +297,7 @@ def test_no_rows_after_some(backend, provider):
         for rows in (4, 0, 1, 4):
             got, want = function(*data_of(rows)), model(*data_of(rows))
             same(got, want)
-            assert [(t.shape, t.dtype, t.stride()) for t in got] == [(t.shape, t.dtype, t.stride()) for t in want]
+            assert [layout(t) for t in got] == [layout(t) for t in want]
 
 
 @all_calls_and_providers(kernels="triton")

@@ -132,6 +132,11 @@ def test_inductor_compiles_no_size_again(backend, how):
                 check(rows)
 
 
+def layout(tensor: Tensor) -> Any:
+    """Inductor itself gives tensors without elements other strides than eager torch does."""
+    return tensor.shape, tensor.dtype, tensor.stride() if tensor.numel() else None
+
+
 @BOTH
 def test_no_rows_after_some(backend):
     function = torch.compile(everything, backend=backend, dynamic=True)
@@ -140,7 +145,7 @@ def test_no_rows_after_some(backend):
             arguments = everything_for(rows)
             got, want = function(*arguments), everything(*arguments)
             same(got, want)
-            assert [(t.shape, t.dtype, t.stride()) for t in got] == [(t.shape, t.dtype, t.stride()) for t in want]
+            assert [layout(t) for t in got] == [layout(t) for t in want]
 
 
 def test_some_rows_after_none():
