@@ -1,11 +1,13 @@
 """Training: the standard ops' gradients through every provider, eager and through every way to compile."""
 
 import itertools
+import re
 
 import pytest
 import torch
 from compiler_support import lowered, report
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from training_cases import (
     CASES,
     FAKES,
@@ -94,6 +96,24 @@ def test_gradients_in_a_graph_are_those_of_native(backend, providers):
     check_everything(backend, *providers)
     if backend not in ("eager", "aot_eager", "aot_eager_decomp_partition"):  # those lower nothing
         assert {p for nodes in report().selected_impls.values() for p in nodes.values()} >= {*providers}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_native_leaves_no_call_of_an_op_in_the_code_of_stock_inductor(training):
+    """Plain `torch.compile` sees native's torch ops, and fuses them with what stands around them into one kernel."""
+    x, w = CASES["rms_norm"].arguments()[:2]
+    given = [x.requires_grad_(training), w]
+    want = gradients(lambda x, w: ir.ops.rms_norm.native(x, w, 1e-3) * 2 + 1, [x.double(), w.double()], [0])
+    with prefer("native"), torch._inductor.config.patch(fx_graph_cache=False):
+        f = torch.compile(lambda x, w: ir.ops.rms_norm(x, w, 1e-3) * 2 + 1)
+        y, codes = run_and_get_code(lambda: f(*given))
+        if training:
+            (got,), more = run_and_get_code(lambda: torch.autograd.grad(loss(y), [x]))
+            codes += more
+            near([got], want)
+    assert len(codes) == 1 + training
+    assert "torch.ops.irframework" not in "".join(codes)
+    assert len(set(re.findall(r"cpp_fused_\w+", codes[0]))) == 1
 
 
 # --- which inputs need a gradient ------------------------------------------------------------------------------------
