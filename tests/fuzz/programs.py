@@ -225,6 +225,7 @@ class Writer:
     inputs: Arguments
     proves_disjoint: Callable[[Tensor, Tensor], bool]
     alive: list[str] = field(default_factory=list)
+    taken: list[Tensor] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     given: list[set[int]] = field(default_factory=list)
@@ -272,6 +273,8 @@ class Writer:
         flat = [values] if count == 1 else values
         if not isinstance(flat, (list, tuple)) or len(flat) != count or not all(map(_is_usable, flat)):
             return False
+        if any(overlapping(value, taken) for value in flat for taken in self.taken):
+            return False  # `as_strided` reaches beyond its tensor, here into a part that was given away
         self.count += count
         self.scope.update(zip(names, flat, strict=True))
         self.lines.append(f"{', '.join(names)} = {expression}")
@@ -286,6 +289,7 @@ class Writer:
     def donate(self, tensors: Sequence[Tensor]) -> None:
         """Note what was given away: names that may share an element with it are dead."""
         self.donations += 1
+        self.taken += tensors
         for tensor in tensors:
             taken = elements(tensor)
             for base, given in zip(self.inputs.bases, self.given, strict=True):

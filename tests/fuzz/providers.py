@@ -62,14 +62,13 @@ def _add_into(y: Tensor, s: Tensor, x: Tensor, r: Tensor, w: Tensor) -> None:
 
 
 def _added(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    y, s = torch.empty_like(x), torch.empty_like(x)
+    y, s = _like_first(x), _like_first(x)  # contiguous, as the fake implementation says
     _add_into(y, s, x, r, w)
     return y, s
 
 
-def _added_out(x: Tensor, r: Tensor, w: Tensor, *, out0: Tensor, out1: Tensor) -> tuple[Tensor, Tensor]:
+def _added_out(x: Tensor, r: Tensor, w: Tensor, *, out0: Tensor, out1: Tensor) -> None:
     _add_into(out0, out1, x, r, w)
-    return out0, out1
 
 
 def _scale_(x: Tensor, factor: float) -> None:
@@ -80,8 +79,8 @@ def _scale_into(y: Tensor, x: Tensor, factor: float) -> None:
     torch.mul(x, factor, out=y)
 
 
-def _scaled_out(x: Tensor, factor: float, *, out: Tensor) -> Tensor:
-    return torch.mul(x, factor, out=out)
+def _scaled_out(x: Tensor, factor: float, *, out: Tensor) -> None:
+    torch.mul(x, factor, out=out)
 
 
 def _norm_(x: Tensor, r: Tensor, w: Tensor | None, epsilon: float) -> None:
@@ -93,8 +92,8 @@ def _normed(x: Tensor, w: Tensor | None, epsilon: float) -> Tensor:
     return ir.ops.rms_norm.native(x, w, epsilon).contiguous()
 
 
-def _normed_out(x: Tensor, w: Tensor | None, epsilon: float, *, out: Tensor) -> Tensor:
-    return out.copy_(ir.ops.rms_norm.native(x, w, epsilon))
+def _normed_out(x: Tensor, w: Tensor | None, epsilon: float, *, out: Tensor) -> None:
+    out.copy_(ir.ops.rms_norm.native(x, w, epsilon))
 
 
 def _gate_into(y: Tensor, x: Tensor) -> None:
@@ -337,6 +336,31 @@ class Meaning:
 
 def _apart(argument: Any) -> Any:
     return argument.clone() if isinstance(argument, Tensor) else argument
+
+
+class Overwriting:
+    """An op that tells autograd that each tensor given away was overwritten, as a kernel in place may do.
+
+    A call that needs a gradient overwrites nothing.
+    """
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+    def maybe_inplace(self, *args: Any, **kwargs: Any) -> Any:
+        results = self.op(*args, **kwargs)
+        values = dict(zip(self.op.signature.parameters, self.op.bind(args, kwargs), strict=True))
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in values.values()):
+            torch.autograd.graph.increment_version([values[name] for name in self.op.activations])
+        return results
+
+
+def overwriting() -> dict[str, Any]:
+    """What stands for the ops in `scope` where it is asked what autograd refuses."""
+    return {name: Overwriting(op) for name, op in declare().called.items()}
 
 
 def scope(device: str, *, meanings: bool) -> dict[str, Any]:
