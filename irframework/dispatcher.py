@@ -277,6 +277,7 @@ class _Writer:
         """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
         tests = ["_transform() is None"]  # a kernel would write to what torch.func wraps; native must see it whole
         tests += [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
+        tests += [self._unless_none(name, f"type({name}._base) is not _Parameter") for name in self.op.activations]
         # Without gradients now, but a checkpoint may run the call again with them.
         tests += [self._unless_none(name, f"not {name}.requires_grad") for name in self.op.activations]
         for name in self.op.activations:  # torch lets nobody write to an inference tensor outside

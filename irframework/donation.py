@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -186,6 +187,8 @@ def _take_away(op: "IrOp", args: tuple[Any, ...], outputs: Any) -> Any:
 
 def _is_dead(value: object) -> bool:
     if type(value) is not Tensor or value.requires_grad:  # no Parameter, and nothing that a gradient may need
+        return False
+    if isinstance(value._base, Parameter):
         return False
     return value.device.type != "meta" and value.numel() > 0 and storage_key(value) is not None
 

@@ -188,7 +188,9 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
 
 def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
     value = values[name]
-    if isinstance(value, Parameter) or not value.is_contiguous() or value.requires_grad:
+    if isinstance(value, Parameter) or isinstance(value._base, Parameter):  # a view of a frozen one, too
+        return False
+    if not value.is_contiguous() or value.requires_grad:
         return False
     if value.is_inference() and not torch.is_inference_mode_enabled():  # torch lets nobody write to it here
         return False

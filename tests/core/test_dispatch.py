@@ -423,8 +423,13 @@ def test_maybe_inplace_gives_the_memory_to_an_inplace_implementation(inplace_op,
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: Parameter(t, requires_grad=False), lambda t: t.expand(3, 2), lambda t: torch.ones(2, 3).t()],
-    ids=["parameter", "expanded", "strided"],
+    [
+        lambda t: Parameter(t, requires_grad=False),
+        lambda t: Parameter(t, requires_grad=False)[:1],
+        lambda t: t.expand(3, 2),
+        lambda t: torch.ones(2, 3).t(),
+    ],
+    ids=["parameter", "view of a parameter", "expanded", "strided"],
 )
 def test_memory_that_must_not_be_overwritten_is_copied(inplace_op, change, times):
     for _ in range(times):
