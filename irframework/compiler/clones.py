@@ -205,12 +205,10 @@ class _Remover:
 
     def _reason_not_owned(self, source: Node, granted: bool) -> str | None:
         """May the source be overwritten at all?"""
-        for root in self.aliasing.roots(source):
-            if root.op == "get_attr" or (root.op == "placeholder" and not granted):
-                return f"{root.name} belongs to the caller"
         outside = [m for m in self.aliasing.members(source) if m.op in ("placeholder", "get_attr")]
-        if outside and not granted:
-            return f"{outside[0].name} belongs to the caller"
+        for member in outside:
+            if member.op == "get_attr" or not granted:
+                return f"{member.name} belongs to the caller"
         if len(outside) > 1:
             return f"{outside[0].name} and {outside[1].name} share memory"
         return None

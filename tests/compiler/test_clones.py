@@ -165,9 +165,11 @@ def test_a_donated_input_that_shares_memory_with_another_is_copied(shared):
     assert [kept.reason for kept in found.kept_copies] == (["x and y share memory"] if shared else [])
 
 
-def test_a_donated_input_of_a_training_graph_is_copied():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
+@pytest.mark.parametrize("constant", [True, False], ids=["constant", "input of a training graph"])
+def test_what_nobody_may_overwrite_is_copied_though_it_was_donated(constant):
+    graph = torch.fx.Graph(torch.nn.Module())
+    graph.owning_module.register_buffer("x", torch.empty(4))
+    x = graph.get_attr("x") if constant else graph.placeholder("x")
     x.meta["val"] = torch.empty(4)
     donation = graph.call_function(donate_op(), (x,))
     donation.meta["val"] = torch.empty(4)
@@ -175,7 +177,7 @@ def test_a_donated_input_of_a_training_graph_is_copied():
     write.meta["val"] = donation.meta["val"]
     graph.output((write,))
     found = Report()
-    remove_copies(graph, found, inference=False)
+    remove_copies(graph, found, inference=constant)
     assert [kept.reason for kept in found.kept_copies] == ["x belongs to the caller"]
 
 
