@@ -48,6 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--shrink", type=int, default=60, help="attempts to make a failing program smaller")
     parser.add_argument("--failures", type=int, default=20, help="stop a process after so many")
+    parser.add_argument("--torch-faults", action="store_true", help="print also what fails without IR ops")
     parser.add_argument("--program", help="run one program, as a report prints it")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--journal", help=argparse.SUPPRESS)
@@ -98,6 +99,7 @@ class _Worker:
         command = [sys.executable, str(HERE), "--worker", str(self.job), "--journal", str(self.journal)]
         for name in ("graphs", "jobs", "seed", "backend", "device", "shrink", "failures"):
             command += [f"--{name}", str(getattr(self.chosen, name))]
+        command += ["--torch-faults"] if self.chosen.torch_faults else []
         if self.deadline is not None:
             command += ["--seconds", str(max(self.deadline - time.monotonic(), 1))]
         self.process = subprocess.Popen(command, env={**ENVIRONMENT, **os.environ})
@@ -183,6 +185,10 @@ def work(chosen: argparse.Namespace) -> int:
                 print(
                     f"\n==== FAILED, seed {seed}, made smaller\n{text}\n---- as it was drawn\n{program!r}\n", flush=True
                 )
+            while tally.torch_faults:
+                fault = tally.torch_faults.pop()
+                if chosen.torch_faults:
+                    print(f"\n==== torch's own, seed {seed}\n{fault}\n")
         journal.write_text(json.dumps({"seed": seed, "counts": tally.counts}))
         print(f"process {chosen.worker}: {time.monotonic() - began:.0f} s, {tally}", flush=True)
     return 1 if failures else 0
