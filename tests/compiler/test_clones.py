@@ -4,7 +4,8 @@ import pytest
 import torch
 from compiler_support import report, run, tensors
 
-from irframework.compiler.clones import donate_op, remove_copies
+from irframework.compiler.clones import GRANTED, donate_op, remove_copies
+from irframework.compiler.materialize import mark_copy
 from irframework.compiler.report import Report
 
 ARGUMENTS = ((4, 8), (4, 8), (8,))
@@ -163,6 +164,27 @@ def test_a_donated_input_that_shares_memory_with_another_is_copied(shared):
     found = Report()
     remove_copies(graph, found, inference=True)
     assert [kept.reason for kept in found.kept_copies] == (["x and y share memory"] if shared else [])
+
+
+def test_what_was_a_view_of_a_removed_copy_is_one_of_its_source():
+    """A donated view of it gives away the source, which the check of the lowered graph must know."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 8)
+    copy = graph.call_function(torch.ops.aten.clone.default, (x,))
+    copy.meta["val"] = torch.empty(4, 8)
+    mark_copy(copy, "op", "provider")
+    view = graph.call_function(torch.ops.aten.view.default, (copy, (32,)))
+    view.meta["val"] = copy.meta["val"].view(32)
+    donation = graph.call_function(donate_op(), (view,))
+    donation.meta["val"] = torch.empty(32)
+    write = graph.call_function(torch.ops.aten.exp_.default, (donation,))
+    write.meta["val"] = donation.meta["val"]
+    graph.output((write,))
+    found = Report()
+    remove_copies(graph, found, inference=True)
+    assert found.kept_copies == []
+    assert GRANTED in x.meta
 
 
 @pytest.mark.parametrize("constant", [True, False], ids=["constant", "input of a training graph"])
