@@ -227,8 +227,7 @@ def _compare(
         tally.counts["with donations"] += bool(written.donations)
         if program.shapes != "static":
             _compare_other_size(program, written, compiled, device, tally)
-        if len(program.steps) % 3 == 0:  # it costs a compile more
-            _compare_other_sharing(program, written, compiled, device, tally)
+        _compare_other_sharing(program, written, compiled, device, tally)
 
 
 def _compare_other_sharing(
@@ -236,21 +235,39 @@ def _compare_other_sharing(
 ) -> None:
     """Call it with arguments that share memory as they did not at first, or no longer do.
 
-    Only where the same source is a valid program for them: then the writer writes the very same lines.
+    Only where the same source is a valid program for them: then the writer writes the very same lines. It costs a
+    compile more, so it is done for some programs, and for those that donate what may then not be overwritten.
     """
-    apart = tuple(replace(each, layout="own", of=each.of) for each in program.inputs)
-    shared = tuple(replace(each, layout="own" if i == 0 else "alias", of=0) for i, each in enumerate(program.inputs))
-    for inputs in (apart, shared):
-        other = replace(program, inputs=inputs)
-        if other == program or (again := _write(other, device)).source != written.source:
+    for other in _sharing_otherwise(program):
+        again = _write(other, device)
+        if again.source != written.source:
             continue
-        if inputs is apart and _writes_to_shared(program, written, device):
+        if other.inputs[-1].layout == "own" and _writes_to_shared(program, written, device):
+            continue
+        forbidden = any(given and index in again.kept for index, given in enumerate(again.given))
+        if not forbidden and len(program.steps) % 4:
             continue
         want = _reference(other, again, scope(device, meanings=True), device, ROWS)
         if want is not None:
             seen = _run(compiled, other, arguments(other, device))
-            _differ(seen, want, again, f"compiled, called with {inputs}")
+            _differ(seen, want, again, f"compiled, called with {other.inputs}")
             tally.counts["arguments that share otherwise"] += 1
+            tally.counts["donated arguments that share otherwise"] += forbidden
+            return
+
+
+def _sharing_otherwise(program: Program) -> Iterator[Program]:
+    """The program with two arguments in one memory, and with all of them apart."""
+    count = len(program.inputs)
+    for first, second, layout in itertools.product(range(count), range(count), ("alias", "overlap")):
+        if first < second:
+            inputs = list(program.inputs)
+            inputs[first] = replace(inputs[first], layout="own")
+            inputs[second] = replace(inputs[second], layout=layout, of=first)
+            yield replace(program, inputs=tuple(inputs))
+    apart = replace(program, inputs=tuple(replace(each, layout="own") for each in program.inputs))
+    if apart != program:
+        yield apart
 
 
 def _compare_other_size(
