@@ -1,7 +1,9 @@
 """Which line of the user's code a call or a graph's node comes from.
 
-Owns which frames are not the user's: those of this framework, of torch, and of generated dispatchers. Does not own what
-is said about the line.
+Owns which frames are not the user's (those of this framework, of torch, and of generated dispatchers), and how a line
+is written: `FILE:LINE, in NAME: CODE`. Does not own what is said about the line.
+
+Private Python API used here: `sys._getframe`.
 """
 
 import linecache
@@ -10,7 +12,8 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 _GRAPH = "<eval_with_key>"  # the name that torch.fx gives to the code of a graph
 
@@ -49,13 +52,13 @@ def call_site() -> CallSite:
     if frame is None:
         return CallSite(("", 0, 0), "unknown")
     key = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
-    text = _described(frame)
+    text = _line_of(frame)
     if key[0].startswith(_GRAPH):  # which node of a graph that runs as it is; the user knows who called the graph
         caller = frame.f_back
         while caller is not None and caller.f_code.co_filename.startswith(_GRAPH):
             caller = _users_frame(caller.f_back)
         caller = _users_frame(caller)
-        text += f" (called from {_described(caller)})" if caller is not None else ""
+        text += f" (called from {_line_of(caller)})" if caller is not None else ""
     return CallSite(key, text)
 
 
@@ -65,10 +68,20 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _described(frame: FrameType) -> str:
-    name = frame.f_code.co_filename
-    code = linecache.getline(name, frame.f_lineno, frame.f_globals).strip()
-    return f"{name}:{frame.f_lineno}, in {frame.f_code.co_name}" + (f": {code}" if code else "")
+def _line_of(frame: FrameType) -> str:
+    return line_text(frame.f_code, frame.f_lineno, frame.f_globals)
+
+
+def line_text(function: CodeType, line: int, scope: dict[str, Any] | None = None) -> str:
+    """`FILE:LINE, in NAME: CODE` of a line of a function.
+
+    Args:
+        function: The function's code.
+        line: The line's number in its file.
+        scope: The function's globals: a module that was loaded from elsewhere than a file knows its source by them.
+    """
+    code = linecache.getline(function.co_filename, line, scope).strip()
+    return f"{function.co_filename}:{line}, in {function.co_name}" + (f": {code}" if code else "")
 
 
 def site_in_trace(trace: str) -> str:

@@ -1,7 +1,7 @@
 """Which bytes of which storage a tensor stands on.
 
-Owns telling storages apart, and whether two tensors on one storage share a byte. All sizes are plain numbers here:
-see `compiler/overlap.py` for proofs about symbolic ones.
+Owns telling storages apart, of real and of fake tensors, and whether two tensors on one storage share a byte. Sizes
+are plain numbers in the latter: see `compiler/overlap.py` for proofs about symbolic ones.
 
 Private torch API used here (read in 2.11 and 2.13): `torch.UntypedStorage._cdata` and
 `torch.multiprocessing.reductions.StorageWeakRef`, which keeps the identity of a storage, but not its memory.

@@ -2,8 +2,8 @@
 
 Owns the alias analysis that clone removal and verification stand on. It works on storages of the fake tensors *and*
 on schemas, because after lowering the fake tensors of views still point at the storage of the node that was replaced.
-Whatever is not known reads and writes everything. Does not change a graph, nor compare parts of one storage
-(`overlap.py`).
+Whatever is not known reads and writes everything. Does not tell storages apart (`irframework/memory.py`), nor compare
+parts of one (`overlap.py`); of a graph it changes only who stands for whom (`stand_in`).
 
 Private torch API, read in 2.11 and 2.13: `_schema.alias_info`.
 """
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from irframework.memory import storage_key
+
 # By name: some are only there once torch has needed them.
 _FUNCTIONAL_HIGHER_ORDER = ("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional")
-
 
 _STANDS_FOR = "stands_for"
 
@@ -59,12 +60,7 @@ class Effects:
 
 def storage_of(value: object) -> int | None:
     """An identity for the storage behind a (fake) tensor; None for anything else and for tensors without one."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    try:
-        return int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # subclasses that wrap several tensors
-        return None
+    return storage_key(value) if isinstance(value, torch.Tensor) else None
 
 
 def holds_tensor(value: object) -> bool:

@@ -8,12 +8,12 @@ Not seen: what is reachable through an object's attributes, a closure's cells, o
 
 Private torch API, read in 2.11 and 2.13: `_dynamo.symbolic_convert.InstructionTranslator` (`current_tx`, `stack`,
 `symbolic_locals`, `f_code`, `lineno`), `OutputGraph.compile_subgraph_reason`, `VariableTracker.visit`,
-`LazyVariableTracker.is_realized` and `.peek_value`, `TensorVariable.proxy`, and `grapharg` on placeholders.
+`LazyVariableTracker.is_realized` and `.peek_value`, `TensorVariable.proxy`, `grapharg` on placeholders, and
+`torch._guards.TracingContext`.
 """
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch._guards import TracingContext
 from torch.fx import Node
 
+from irframework.call_site import line_text
 from irframework.compiler.overlap import disjoint_in_example, on_one_storage
 
 
@@ -31,7 +32,7 @@ class Frame:
 
     Attributes:
         returns: Whether the graph ends with the frame; else there is a graph break.
-        place: `"FILE", line LINE, in NAME: CODE` of the return or of the break.
+        place: `FILE:LINE, in NAME: CODE` of the return or of the break.
         tensors: What the frame holds behind its graph: fake tensors, and real ones that the graph has not met.
     """
 
@@ -53,10 +54,7 @@ class Frame:
             held = frame.stack[-1:] if returns else [*frame.stack, *frame.symbolic_locals.values()]
         except AttributeError:
             return None
-        code = frame.f_code
-        line = linecache.getline(code.co_filename, frame.lineno).strip()
-        place = f'"{code.co_filename}", line {frame.lineno}, in {code.co_name}: {line}'
-        return cls(returns, place, tuple(_tensors(held)))
+        return cls(returns, line_text(frame.f_code, frame.lineno), tuple(_tensors(held)))
 
     def holds(self, donated: object, placeholder: Node) -> bool:
         """Whether a tensor that shares memory with the donated one is still held.
