@@ -102,14 +102,25 @@ def test_the_same_tensor_donated_twice_in_one_call_is_right(add):
     torch.testing.assert_close(got, want)
 
 
-def test_a_donated_parameter_is_kept(add):
-    parameter = torch.nn.Parameter(torch.randn(4, 8))
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_donated_parameter_is_kept(add, requires_grad):
+    parameter = torch.nn.Parameter(torch.randn(4, 8), requires_grad=requires_grad)
     before = parameter.detach().clone()
     r, w = tensors((4, 8), (8,))
     with add.priority("inp"):
         run(lambda r, w: add.op.maybe_inplace(parameter, r, w), r, w)
     torch.testing.assert_close(parameter.detach(), before)
     assert any(d.kind == "kept" and "parameter" in d.reason for d in report().donated)
+
+
+def test_a_donated_tensor_that_requires_a_gradient_is_kept_without_gradients_too(add):
+    x, r, w = tensors(*ARGUMENTS)
+    x.requires_grad_()
+    before = x.detach().clone()
+    with add.priority("inp"):
+        run(lambda x, r, w: add.op.maybe_inplace(x, r, w), x, r, w)
+    torch.testing.assert_close(x.detach(), before)
+    assert [d.reason for d in report().donated if d.kind == "kept"] == ["l_x_ requires a gradient"]
 
 
 def test_inputs_that_share_memory_are_kept(add):
