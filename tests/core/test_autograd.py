@@ -246,3 +246,14 @@ def test_backward_runs_with_the_priorities_of_its_own_context(op):
     with ir.priority({op.name: "native"}):
         y.sum().backward()
     assert torch.allclose(x.grad, 4 * x)
+
+
+def test_outputs_that_a_kernel_returns_as_views_may_be_written_to(declare):
+    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 2).reshape(2, -1), (x * 3).reshape(2, -1)
+
+    x = double(4)
+    first, second = declare(halves)(x)
+    first.mul_(5)
+    second.add_(1)
+    assert torch.equal(torch.autograd.grad((first.sum() + second.sum()), x)[0], torch.full_like(x, 13.0))
