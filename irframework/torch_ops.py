@@ -1,11 +1,12 @@
-"""The torch operators behind the ops: `irframework::<name>`, its `maybe_inplace` overload, and `irframework::donate`.
+"""The torch operators behind the ops: `irframework::<name>`, its `maybe_inplace` overload, and what compiled graphs
+call beside them: `irframework::donate` and `irframework_compiled::overwritten`.
 
 Owns everything that is said to `torch.library`: schemas, kernels, shape functions, autograd. Both overloads have
 functional schemas, so every pipeline that does not know them is still right. Does not decide which implementation
 runs: the kernels ask `dispatch.py`.
 
-Private torch API used here: `torch.library.Library._destroy` and `torch._guards.TracingContext` (read in 2.11 and
-2.13); `torch._C.parse_schema`, and `_opname` and `_overloadname` of an `OpOverload` (read in 2.13).
+Private torch API used here: `torch.library.Library._destroy`, `torch._guards.TracingContext` and `Tensor._is_view`
+(read in 2.11 and 2.13); `torch._C.parse_schema`, and `_opname` and `_overloadname` of an `OpOverload` (read in 2.13).
 """
 
 import inspect

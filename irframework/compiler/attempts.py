@@ -1,8 +1,6 @@
 """A stage either completes or leaves the module the graph it had; what failed is said, and can be read in a file.
 
 Owns the copies of the graph that are kept meanwhile, the restoring, and the file. Does not own the passes.
-
-Private torch API, read in 2.11 and 2.13: `torch._inductor.runtime.cache_dir_utils.cache_dir`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -116,10 +113,10 @@ def _op_text(node: Node) -> str:
 
 def _write(name: str, text: str) -> str | None:
     """Write the text of a graph to a file of its own; None where nothing can be written."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from irframework.compiler import hooks
 
     try:
-        folder = Path(cache_dir()) / "irframework" / "failed"
+        folder = hooks.own_folder() / "failed"
         folder.mkdir(parents=True, exist_ok=True)
         safe = re.sub(r"[^\w.-]", "_", name)
         path = folder / f"{os.getpid()}-{next(_numbers)}-{safe}.txt"

@@ -1,18 +1,22 @@
 """Where the passes are put into Inductor, and everything that differs between torch versions.
 
-Owns `install` and the configuration the backend compiles with. Does not own the passes.
+Owns `install`, the configuration the backend compiles with, and what is asked of Inductor while it compiles. Does not
+own the passes.
 
 Read in torch 2.11 and 2.13. 2.13: each hook of `torch._inductor.config` takes a pass or a list of passes, and
 `pre_grad_custom_pass` belongs to the cache key unless `pre_grad_pass_timing` is "early". 2.11: each hook takes one
 pass, `pre_grad_custom_pass` is a plain callable that always runs before the key is made, and passes are not told
 whether the graph is for inference. The guard builder's `guard_manager.root.add_lambda_guard`,
-`add_python_lambda_leaf_guard_to_root` and `_get_closure_vars` are the same in both.
+`add_python_lambda_leaf_guard_to_root` and `_get_closure_vars` are the same in both, and so are
+`_dynamo.utils.counters`, `_inductor.list_mode_options`, `_inductor.virtualized.V.aot_compilation`,
+`_inductor.runtime.cache_dir_utils.cache_dir` and the settings `fx_graph_cache` and `force_disable_caches`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch._guards import Guard
@@ -142,6 +146,18 @@ def cache_hits() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def own_folder() -> Path:
+    """The framework's folder in Inductor's cache. It may not be there yet."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "irframework"
+
+
+def caches_graphs() -> bool:
+    """Whether Inductor keeps compiled graphs on disk."""
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
 
 
 def compiles_ahead_of_time() -> bool:

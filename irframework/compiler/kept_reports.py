@@ -3,9 +3,6 @@
 Owns the files: their names, what they hold, how they are written and read, and how many there may be. Does not own the
 report (`report.py`), nor what is in Inductor's cache: a report that is missing or cannot be read costs nothing but the
 knowledge.
-
-Private torch APIs, read in 2.11 and 2.13: `_inductor.runtime.cache_dir_utils.cache_dir`; `_inductor.config`'s
-`fx_graph_cache` and `force_disable_caches`.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from irframework.decision import Decision
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "irframework"
 _MAX_BYTES = 1 << 22
 _MAX_FILES = 1024
 _PLAIN = ("selected_impls", "fusions", "clones_inserted", "clones_removed", "graphs")
@@ -72,12 +68,9 @@ def _described(value: object) -> str:
 
 def _place(name: str) -> Path | None:
     """Where a report lies; None if Inductor caches nothing."""
-    from torch._inductor import config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from irframework.compiler import hooks
 
-    if config.force_disable_caches or not config.fx_graph_cache:
-        return None
-    return Path(cache_dir()) / _FOLDER / f"{name}.json"
+    return hooks.own_folder() / f"{name}.json" if hooks.caches_graphs() else None
 
 
 def keep(report: Report) -> None:

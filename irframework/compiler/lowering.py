@@ -2,6 +2,8 @@
 
 Owns the lowering pass: decide on fake tensors, trace once per distinct call, inline the trace, check what it returns.
 Does not decide (`dispatch.py`), trace (`tracing.py`) or remove the copies it inserts (`clones.py`).
+
+Private torch API, read in 2.11 and 2.13: `torch._higher_order_ops.auto_functionalize.auto_functionalized`.
 """
 
 from __future__ import annotations

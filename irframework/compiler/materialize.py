@@ -2,6 +2,8 @@
 
 Owns the step from the functional form of a kernel call, which lowering left, to the kernel on copies of what it writes,
 and the marks of both. Does not prove that a copy is needless: `clones.py` does.
+
+Private torch API, read in 2.11 and 2.13: `torch._higher_order_ops.auto_functionalize.auto_functionalized`.
 """
 
 from __future__ import annotations

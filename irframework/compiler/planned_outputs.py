@@ -5,7 +5,7 @@ that fills it. Overloads of torch's own convention are left to torch where it ha
 symbolic sizes and in C++ wrapper code, and for one output it passes tensors first and numbers after them, whatever the
 schema says; those calls are written out as well. What differs between versions is in `irframework/out_variants.py`.
 
-Private torch API, read in 2.11 and 2.13: `torch._inductor.virtualized.V.aot_compilation`,
+Private torch API, read in 2.11 and 2.13: `torch._inductor.config.cpp_wrapper`,
 `torch.utils._sympy.interp.sympy_interp` with `PythonReferenceAnalysis`.
 """
 
@@ -59,9 +59,10 @@ def _torch_does_it_right(node: Node, out: Any) -> bool:
         if any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride())):
             return False
     from torch._inductor import config
-    from torch._inductor.virtualized import V
 
-    if config.cpp_wrapper or V.aot_compilation:
+    from irframework.compiler import hooks
+
+    if config.cpp_wrapper or hooks.compiles_ahead_of_time():
         return False
     if several:  # a buffer of an output that nothing reads is never allocated
         return {user.args[1] for user in node.users if _is_needed(user)} == set(range(len(values)))

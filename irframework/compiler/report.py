@@ -1,6 +1,8 @@
 """What one compile did: which kernel runs where, what was fused, donated, copied, and how long the passes took.
 
 Owns the report's data, its text, and which report is the last one. Does not run passes.
+
+Private torch API, read in 2.11 and 2.13: `torch._guards.TracingContext` and `CompileContext.current_compile_id`.
 """
 
 from __future__ import annotations
