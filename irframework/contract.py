@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
-    from irframework.op import IrOp
+    from irframework.op import IrOp, Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,17 @@ def titled(impl: "IrOpImpl") -> str:
     return impl.described[0].upper() + impl.described[1:]
 
 
+def dtype_and_shape(value: Tensor) -> str:
+    """What most mistakes about a tensor are about: `float32[4, 8]`."""
+    return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+
+
 def described_tensor(value: Tensor) -> str:
     """A tensor without its values: `float32[4, 8] strides (8, 1) on cpu`."""
-    dtype = str(value.dtype).removeprefix("torch.")
     offset = value.storage_offset()
     inside = f" at offset {offset}" if isinstance(offset, int) and offset else ""
-    return (
-        f"{dtype}[{', '.join(map(str, value.shape))}] strides ({', '.join(map(str, value.stride()))}){inside} on "
-        f"{value.device}"
-    )
+    strides = ", ".join(map(str, value.stride()))
+    return f"{dtype_and_shape(value)} strides ({strides}){inside} on {value.device}"
 
 
 def described_call(op: "IrOp", values: Sequence[Any]) -> str:
@@ -91,9 +94,16 @@ def count(found: int, is_tuple: bool, wanted: int, wants_tuple: bool) -> Breach 
     """As many tensors as native returns, and a tuple exactly where native returns one."""
     if found == wanted and is_tuple == wants_tuple:
         return None
-    kind = f"a tuple of {found} tensors" if is_tuple else "one tensor"
-    promised = f"a tuple of {wanted} tensors" if wants_tuple else "one tensor"
-    return Breach("count", f"returns {kind}", f"The op returns {promised}.")
+    return Breach("count", f"returns {_tensors(found, is_tuple)}", f"The op returns {_tensors(wanted, wants_tuple)}.")
+
+
+def no_tensors(kinds: Sequence[str], wanted: int, wants_tuple: bool) -> Breach:
+    """Tensors, and nothing else."""
+    return Breach("count", f"returns {', '.join(kinds)}", f"The op returns {_tensors(wanted, wants_tuple)}.")
+
+
+def _tensors(number: int, is_tuple: bool) -> str:
+    return f"a tuple of {number} tensors" if is_tuple else "one tensor"
 
 
 def output(index: int, got: Tensor, want: Tensor) -> Breach:
@@ -127,3 +137,37 @@ def not_in_place(impl: "IrOpImpl") -> Breach:
         f"is registered with inplace=True, and neither overwrites nor returns {' or '.join(impl.op.activations)}",
         "Each call pays for a copy that nobody needs. Register it without inplace=True.",
     )
+
+
+def values(index: int, distance: float, dtype: torch.dtype, tolerance: "Tolerance") -> Breach:
+    """A result is near native's."""
+    what = f"returns an output {index} that is up to {distance:.3g} away from native's"
+    return Breach("values", what, f"The op allows {tolerance.atol} + {tolerance.rtol} * |native| in {dtype}.")
+
+
+def raises(error: Exception) -> Breach:
+    """What an implementation takes, it computes."""
+    what = f"raises {type(error).__name__} where native does not: {_first_line(error)}"
+    return Breach("raises", what, "Let supports_args state what it takes.")
+
+
+def raises_without_data(error: Exception) -> Breach:
+    """An implementation can be traced."""
+    what = f"raises {type(error).__name__} for tensors without data: {_first_line(error)}"
+    advice = "It cannot be compiled. Give its kernel to torch as an operator with a function for shapes."
+    return Breach("fake", what, advice)
+
+
+def differs_without_data(planned: str, found: str) -> Breach:
+    """What is planned without data is what comes with data."""
+    what = f"returns {planned} for tensors without data, and {found} for others"
+    return Breach("fake", what, "Compiled code is planned by the former. Correct the function for the kernel's shapes.")
+
+
+def not_lowered(impl: "IrOpImpl", error: Exception) -> Breach:
+    """The compiler takes it: what it refuses is said in its own words."""
+    return Breach("compiled", str(error).removeprefix(f"{titled(impl)} ").rstrip("."), "It cannot be compiled.")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -33,7 +32,9 @@ from torch.utils._python_dispatch import (
 )
 
 from irframework.call_site import call_site
+from irframework.contract import dtype_and_shape
 from irframework.errors import DonationError
+from irframework.execution import of_a_parameter
 from irframework.memory import Region, StorageWeakRef, share_a_byte, storage_key
 
 if TYPE_CHECKING:
@@ -181,14 +182,14 @@ def _take_away(op: "IrOp", args: tuple[Any, ...], outputs: Any) -> Any:
     place = call_site().text if given else ""
     for name, tensor in given.items():
         _poison(tensor)
-        _remembered.add(tensor, _Donation(Region.of(tensor), _short(tensor), op.name, name, place))
+        _remembered.add(tensor, _Donation(Region.of(tensor), dtype_and_shape(tensor), op.name, name, place))
     return outputs
 
 
 def _is_dead(value: object) -> bool:
     if type(value) is not Tensor or value.requires_grad:  # no Parameter, and nothing that a gradient may need
         return False
-    if isinstance(value._base, Parameter):
+    if of_a_parameter(value):
         return False
     return value.device.type != "meta" and value.numel() > 0 and storage_key(value) is not None
 
@@ -213,10 +214,6 @@ def _poison(tensor: Tensor) -> None:
             tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
-def _short(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-
-
 def _tensors(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -233,7 +230,7 @@ def _check(arguments: object, user: str) -> None:
     for tensor in _tensors(arguments):
         found = _remembered.find(tensor)
         if found is not None:
-            shown = _short(tensor)
+            shown = dtype_and_shape(tensor)
             same = Region.of(tensor) == found.region
             through = "" if same else f" through a tensor {shown}, which shares its memory,"
             raise use_after_donation(

@@ -4,8 +4,8 @@ Owns the ways into an implementation (from a generated dispatcher, from the torc
 outputs. Does not decide: see `dispatch.py`.
 
 Private torch API used here (read in 2.11 and 2.13): `torch._C._is_alias_of`, `torch._C._len_torch_dispatch_stack`,
-`torch._C._functorch.peek_interpreter_stack`, `torch.overrides._get_current_function_mode_stack`, and
-`torch.autograd.forward_ad._current_level`.
+`torch._C._functorch.peek_interpreter_stack`, `torch.overrides._get_current_function_mode_stack`,
+`torch.autograd.forward_ad._current_level` and `Tensor._base`.
 """
 
 import logging
@@ -188,14 +188,17 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
 
 def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:
     value = values[name]
-    if isinstance(value, Parameter) or isinstance(value._base, Parameter):  # a view of a frozen one, too
-        return False
-    if not value.is_contiguous() or value.requires_grad:
+    if of_a_parameter(value) or not value.is_contiguous() or value.requires_grad:
         return False
     if value.is_inference() and not torch.is_inference_mode_enabled():  # torch lets nobody write to it here
         return False
     everything = tensors_of(op, tuple(values.values()))
     return not any(other_name != name and shares_storage(value, other) for other_name, other in everything)
+
+
+def of_a_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one: no call overwrites it, even if it is frozen."""
+    return isinstance(tensor, Parameter) or isinstance(tensor._base, Parameter)
 
 
 def note_written(*tensors: Tensor | None) -> None:

@@ -89,13 +89,14 @@ def laid_out(impl: IrOpImpl, sample: Sample) -> tuple[Any, ...]:
     lay = _LAYOUTS[sample.layout]
     kept = impl.op.activations if impl.inplace else ()
     named = impl.op.named(sample.args)
-    return tuple(_map(_in_a_larger_storage if name in kept else lay, value) for name, value in named.items())
+    return tuple(map_tensors(_in_a_larger_storage if name in kept else lay, value) for name, value in named.items())
 
 
-def _map(lay: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """An argument, or a tuple or list of some, with something in the place of each tensor."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_map(lay, item) for item in value)
-    return lay(value) if isinstance(value, Tensor) else value
+        return type(value)(map_tensors(change, item) for item in value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def _in_a_larger_storage(value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Private torch API used here (read in 2.11 and 2.13): `torch._subclasses.fake_ten
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from irframework.dispatch import tensors_of
 from irframework.errors import ImplementationContractError, LoweringError
 from irframework.memory import storage_key
 from irframework.op import NATIVE, IrOp
-from irframework.testing.samples import Sample, laid_out
+from irframework.testing.samples import Sample, laid_out, map_tensors
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -82,8 +82,7 @@ class Trial:
             with torch.no_grad():
                 returned = self.impl.apply(args)
         except Exception as error:
-            what = f"raises {type(error).__name__} where native does not: {_first_line(error)}"
-            self._note(Breach("raises", what, "Let supports_args state what it takes."), None, call)
+            self._note(contract.raises(error), None, call)
             return
         self._check_writes(memory, closed_over, call)
         outputs = self._outputs(returned, expected, call)
@@ -128,13 +127,12 @@ class Trial:
 
     def _outputs(self, returned: Any, expected: Any, call: str) -> list[Tensor] | None:
         outputs = _flat(returned)
+        wanted = len(_flat(expected)), isinstance(expected, (tuple, list))
         if not all(isinstance(output, Tensor) for output in outputs):
-            kinds = ", ".join(type(output).__name__ for output in outputs)
-            self._note(Breach("count", f"returns {kinds}", f"The op returns {_kind(expected)}."), None, call)
+            kinds = [type(output).__name__ for output in outputs]
+            self._note(contract.no_tensors(kinds, *wanted), None, call)
             return None
-        breach = contract.count(
-            len(outputs), isinstance(returned, (tuple, list)), len(_flat(expected)), isinstance(expected, (tuple, list))
-        )
+        breach = contract.count(len(outputs), isinstance(returned, (tuple, list)), *wanted)
         self._note(breach, None, call)
         return outputs if breach is None else None
 
@@ -170,25 +168,21 @@ class Trial:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = _copied(args, mode.from_tensor)
+        fakes = map_tensors(mode.from_tensor, args)
         given = [tensor for _, tensor in tensors_of(self.impl.op, fakes)]
         try:
             with mode, torch.no_grad():
                 return given, _flat(self.impl.apply(fakes))
         except Exception as error:
-            what = f"raises {type(error).__name__} for tensors without data: {_first_line(error)}"
-            advice = "It cannot be compiled. Give its kernel to torch as an operator with a function for shapes."
-            self._note(Breach("fake", what, advice), None, call)
+            self._note(contract.raises_without_data(error), None, call)
             return None
 
     def _compare_with_fakes(
         self, outputs: list[Tensor], memory: list[_Memory], fake: tuple[list[Any], list[Any]], call: str
     ) -> None:
         given, fakes = fake
-        advice = "Compiled code is planned by the former. Correct the function for the kernel's shapes."
         if len(fakes) != len(outputs):
-            what = f"returns {len(fakes)} outputs for tensors without data, and {len(outputs)} for others"
-            self._note(Breach("fake", what, advice), None, call)
+            self._note(contract.differs_without_data(f"{len(fakes)} outputs", str(len(outputs))), None, call)
             return
         tensors = [each.tensor for each in memory]
         for index, (planned, got) in enumerate(zip(fakes, outputs, strict=True)):
@@ -197,16 +191,14 @@ class Trial:
                 homes = _home(planned, given, fakes[:index], memory), _home(got, tensors, outputs[:index], memory)
             if (_layout(planned), homes[0]) != (_layout(got), homes[1]):
                 first, second = described_tensor(planned) + homes[0], described_tensor(got) + homes[1]
-                what = f"returns {first} as output {index} for tensors without data, and {second} for others"
-                self._note(Breach("fake", what, advice), index, call)
+                self._note(contract.differs_without_data(f"{first} as output {index}", second), index, call)
 
     def _lower(self, args: tuple[Any, ...], call: str) -> None:
         """Let the compiler hold it to what only a trace shows."""
         try:
             _lowered(self.impl, args)
         except (ImplementationContractError, LoweringError) as error:
-            what = str(error).removeprefix(f"{titled(self.impl)} ").rstrip(".")
-            self._note(Breach("compiled", what, "It cannot be compiled."), None, call)
+            self._note(contract.not_lowered(self.impl, error), None, call)
 
 
 def _lowered(impl: IrOpImpl, args: tuple[Any, ...]) -> None:
@@ -220,7 +212,7 @@ def _lowered(impl: IrOpImpl, args: tuple[Any, ...]) -> None:
         inputs.append(tensor)
         return graph.placeholder(f"input_{len(inputs)}")
 
-    values = impl.op.named(_copied(args, placeholder))
+    values = impl.op.named(map_tensors(placeholder, args))
     kinds = {name: p.kind for name, p in impl.op.signature.parameters.items()}
     keywords = {name: values.pop(name) for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
     graph.output(graph.call_function(impl.op.torch_op, tuple(values.values()), keywords))
@@ -272,8 +264,7 @@ def _difference(index: int, got: Tensor, want: Tensor, op: IrOp) -> Breach | Non
     if torch.allclose(a, b, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True):
         return None
     worst = float((a - b).abs().nan_to_num(float("inf")).max())
-    what = f"returns an output {index} that is up to {worst:.3g} away from native's"
-    return Breach("values", what, f"The op allows {tolerance.atol} + {tolerance.rtol} * |native| in {want.dtype}.")
+    return contract.values(index, worst, want.dtype, tolerance)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -295,19 +286,5 @@ def _home(tensor: Tensor, given: Sequence[Tensor], earlier: Sequence[Tensor], me
     return ""
 
 
-def _copied(value: Any, copy: Callable[[Tensor], Any] = torch.clone) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item, copy) for item in value)
-    return copy(value) if isinstance(value, Tensor) else value
-
-
 def _flat(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _kind(expected: Any) -> str:
-    return f"a tuple of {len(expected)} tensors" if isinstance(expected, (list, tuple)) else "one tensor"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
