@@ -59,12 +59,13 @@ class Attempt:
         return cls(graph, report, before, modules)
 
     @contextmanager
-    def step(self, name: str, *, first: bool = False) -> Iterator[None]:
+    def step(self, name: str, *, first: bool = False, optional: bool = True) -> Iterator[None]:
         """Run one pass; if it fails, give the module its graph back and say what failed, and where.
 
         Args:
             name: The pass.
             first: Whether it is the first one of the stage, so that the graph need not be copied again.
+            optional: Whether it can be switched off.
 
         Raises:
             IrError: Whatever the pass raised, with the place of the graph's text; anything else as `VerifyError`.
@@ -85,9 +86,9 @@ class Attempt:
                 error.args = (f"{error}{ending}", *error.args[1:])
                 raise
             at = f" at {failed.where}" if failed.where else ""
+            advice = f" IRFRAMEWORK_DISABLE_PASSES={name} switches it off." if optional else ""
             raise VerifyError(
-                f"Compiler pass {name!r} failed{at}: {type(error).__name__}: {error}. "
-                f"IRFRAMEWORK_DISABLE_PASSES={name} switches it off.{ending}"
+                f"Compiler pass {name!r} failed{at}: {type(error).__name__}: {error}.{advice}{ending}"
             ) from error
         finally:
             self.report.visiting = None

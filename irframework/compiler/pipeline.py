@@ -182,7 +182,7 @@ def _run(stage: str, steps: Sequence[Step], graph: Graph, context: Context) -> N
         _keep_text(context.report, "before lowering", graph)
     attempt = Attempt.at(graph, context.report)
     for number, step in enumerate(steps):
-        with attempt.step(step.name, first=number == 0):
+        with attempt.step(step.name, first=number == 0, optional=step.name not in _NEEDED):
             began = time.perf_counter()
             observer = GraphTransformObserver(module, step.name, subsystem="irframework")
             observer.apply_graph_pass(_bound(step, context))
@@ -245,7 +245,7 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
     if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
         began = time.perf_counter()
         report = current_report(create=holds_ir_ops) or Report()
-        with Attempt.at(graph, report, nested=True).step("functionalize", first=True):
+        with Attempt.at(graph, report, nested=True).step("functionalize", first=True, optional=False):
             functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)
 

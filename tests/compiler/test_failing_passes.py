@@ -73,6 +73,19 @@ def test_a_pass_that_fails_says_at_which_op_and_node(monkeypatch, add):
     assert add.op.name in failed.where
 
 
+@pytest.mark.parametrize(
+    ("name", "can_be_switched_off"), [("remove_copies", True), ("settle_donations", False), ("functionalize", False)]
+)
+def test_only_a_pass_that_can_be_switched_off_is_said_to(monkeypatch, add, name, can_be_switched_off):
+    def broken(*_, **__):
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(pipeline, name, broken)
+    with pytest.raises(Exception, match=f"'{name}' failed") as caught:
+        run(lambda *a: add.op(*a), *tensors((4, 8), (4, 8), (8,)))
+    assert ("switches it off" in str(caught.value)) == can_be_switched_off
+
+
 def test_a_failed_lowering_leaves_the_op_whole(add, scale):
     @scale.register_impl("broken")
     def broken(x, factor=2.0):
