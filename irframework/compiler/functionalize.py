@@ -232,6 +232,9 @@ class _Uses:
             return None, f"inputs {owners[0].name} and {owners[1].name} share memory"
         if not guards.has_source(owner):
             return None, "nothing would notice if another input came to share its memory"
+        sharing = self.frame.argument_sharing(owner) if self.frame is not None else None
+        if sharing is not None:
+            return None, f"argument {sharing!r} shares the memory of {_label(owner)}"
         if isinstance(value, torch.nn.Parameter):
             return None, f"{owner.name} is a parameter"
         if isinstance(value, torch.Tensor) and value.requires_grad:

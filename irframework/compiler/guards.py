@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch._guards import Guard, TracingContext
 from torch.fx import Graph, Node
 
+from irframework.compiler.frames import root_of, sharing_argument
 from irframework.execution import shares_storage
 from irframework.priority import current_state, restored, snapshot
 
@@ -142,24 +144,35 @@ def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
 
     given: list[str] = []
     others: list[str] = []
+    roots: list[str | None] = []
     for node in graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         if source is not None and isinstance(node.meta.get("example_value"), torch.Tensor):
             (given if node in donated else others).append(hooks.name_of(source))
+            roots += [root_of(source)] if node in donated else []
 
     def create(builder: Any, guard: Guard) -> None:
         hooks.add_expression_guard(
             builder,
-            f"___irframework_apart(({', '.join(given)},), ({', '.join(others)}{',' if others else ''}))",
+            f"___irframework_apart(({', '.join(given)},), ({', '.join(others)}{',' if others else ''}), L)",
             "irframework: donated inputs share memory with no other input",
-            {"___irframework_apart": _apart},
+            {"___irframework_apart": partial(_apart, tuple(roots))},
         )
 
     context.guards_context.dynamo_guards.add(Guard(GlobalStateSource(), create))
 
 
-def _apart(given: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    """Whether no given tensor shares storage with another tensor."""
-    return not any(
-        shares_storage(tensor, other) for index, tensor in enumerate(given) for other in (*given[index + 1 :], *others)
-    )
+def _apart(
+    roots: tuple[str | None, ...],
+    given: tuple[torch.Tensor, ...],
+    others: tuple[torch.Tensor, ...],
+    arguments: Mapping[str, object],
+) -> bool:
+    """Whether no given tensor shares storage with another input of the graph, nor with another argument of the frame.
+
+    The graph has only those arguments that it uses; the caller has all of them.
+    """
+    for index, tensor in enumerate(given):
+        if any(shares_storage(tensor, other) for other in (*given[index + 1 :], *others)):
+            return False
+    return all(sharing_argument(*pair, arguments) is None for pair in zip(given, roots, strict=True))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from compiler_support import lowered, report, run, tensors
 from test_functionalize import donation_error
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -257,3 +258,73 @@ def test_a_donated_part_of_an_argument_is_right_across_a_split(add):
         torch._dynamo.reset()
         given, before, _ = both(add, f, split_at(position))
         torch.testing.assert_close(given[2:], before[2:])
+
+
+# Arguments that the graph does not have
+
+
+def unused(op):
+    return lambda x, r, w, other: op.maybe_inplace(x, r + 1, w)
+
+
+def returned(op):
+    return lambda x, r, w, other: (op.maybe_inplace(x, r + 1, w), other)
+
+
+HOLDERS = {
+    "itself": lambda x: x,
+    "view": lambda x: x[1:],
+    "list": lambda x: [None, x.view(-1)],
+    "nested": lambda x: {"a": (x,)},
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+@pytest.mark.parametrize("backend", [lowered, "irframework"], ids=["lowered", "irframework"])
+def test_an_argument_that_is_not_used_keeps_the_memory_that_it_shares(add, backend, holder):
+    x, r, w = tensors(*ARGUMENTS)
+    before = x.clone()
+    with add.priority("inp"):
+        run(unused(add.op), x, r, w, holder(x), backend=backend)
+    torch.testing.assert_close(x, before)
+    (donation,) = [each for each in report().donated if each.argument == "x"]
+    assert "argument 'other' shares the memory of x" in donation.reason
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_an_argument_that_is_not_used_keeps_the_memory_that_it_shares_at_a_later_call(add, holder):
+    compiled = torch.compile(unused(add.op), backend=lowered)
+    x, r, w = tensors(*ARGUMENTS)
+    apart = torch.ones(4, 8)
+    before = x.clone()
+    with torch.no_grad(), add.priority("inp"):
+        compiled(apart, r, w, holder(torch.ones(4, 8)))
+        assert not (apart == 1).all()
+        compiled(x, r, w, holder(x))
+    torch.testing.assert_close(x, before)
+
+
+def test_returning_what_shares_donated_memory_at_a_later_call_is_an_error(add):
+    compiled = torch.compile(returned(add.op), backend=lowered)
+    x, r, w = tensors(*ARGUMENTS)
+    with torch.no_grad(), add.priority("inp"):
+        compiled(x, r, w, torch.ones(4, 8))
+    assert "is returned afterwards" in donation_error(compiled, x, r, w, x.view(-1))
+
+
+def test_arguments_that_stay_apart_compile_once(add):
+    counter = torch._dynamo.testing.CompileCounterWithBackend(lowered)
+    compiled = torch.compile(unused(add.op), backend=counter)
+    with torch.no_grad(), add.priority("inp"):
+        for _ in range(3):
+            x, r, w = tensors(*ARGUMENTS)
+            compiled(x, r, w, [torch.ones(4, 8)])
+    assert counter.frame_count == 1
+
+
+def test_a_donated_item_of_a_list_is_overwritten(add):
+    x, r, w = tensors(*ARGUMENTS)
+    before = x.clone()
+    with add.priority("inp"):
+        run(lambda xs, r, w: add.op.maybe_inplace(xs[0], r + 1, w), [x, r], r, w)
+    assert not torch.equal(x, before)

@@ -31,6 +31,7 @@ import irframework as ir
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*CUDA Graph is empty.*:UserWarning"),  # no rows; torch's own graph trees
     pytest.mark.filterwarnings("ignore:.*TensorFloat32.*:UserWarning"),  # Inductor's advice
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch's own, where it copies modules
 ]
