@@ -202,7 +202,7 @@ class Written:
         source: The function `f`.
         given: For each base of `arguments`, the bytes that were donated.
         kept: Which bases compiled code may not overwrite, donated or not: those of parameters, of what requires a
-            gradient, and of several arguments that the program uses.
+            gradient, of several arguments that the program uses, and all of them in a training graph.
         calls: How many IR ops it calls.
         donations: How many of these donate.
         breaks: How many graph breaks there are.
@@ -347,7 +347,12 @@ def write(
     results = [writer.pick(number) for number in program.returns] if writer.alive else ["w * 2"]
     body = "\n".join(f"    {line}" for line in writer.lines)
     source = f"def f({', '.join(names)}):\n{body}\n    return ({', '.join(results)},)\n"
-    kept = set() if writer.breaks else _kept(inputs, names, source.partition("\n")[2])
+    if writer.breaks:  # each part may be a graph of another kind, and sees its own arguments only
+        kept: set[int] = set()
+    elif any(writer.scope[name].requires_grad for name in results if name in writer.scope):
+        kept = set(range(len(inputs.bases)))  # a training graph
+    else:
+        kept = _kept(inputs, names, source.partition("\n")[2])
     return Written(source, writer.given, kept, writer.calls, writer.donations, writer.breaks)
 
 

@@ -14,10 +14,16 @@ def programs(
     """Programs of up to `steps` statements of these kinds."""
     inputs = st.builds(Input, st.sampled_from(LAYOUTS), _NUMBERS, st.integers(0, 1))
     statements = st.builds(Step, st.sampled_from(kinds), _NUMBERS, _NUMBERS, _NUMBERS)
+    call = st.builds(Step, st.sampled_from(("donate", "call")), _NUMBERS, _NUMBERS, _NUMBERS)
     return st.builds(
         Program,
         st.lists(inputs, min_size=1, max_size=3).map(tuple),
-        st.lists(statements, min_size=2, max_size=steps).map(tuple),
+        st.builds(
+            lambda some, call, others: (*some, call, *others),
+            st.lists(statements, min_size=1, max_size=steps // 2),
+            call,
+            st.lists(statements, max_size=steps // 2),
+        ),
         st.lists(_NUMBERS, min_size=1, max_size=4).map(tuple),
         st.lists(_NUMBERS, min_size=8, max_size=8).map(tuple),
         st.sampled_from(modes),

@@ -11,6 +11,7 @@ FEW = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["irframework", "stock"])
 def test_programs_through_inductor_equal_eager_native(backend, tally):
     @given(program=programs(KINDS, shapes=("static",), steps=8))

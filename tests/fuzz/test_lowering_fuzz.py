@@ -3,6 +3,7 @@
 A failure prints the program's source, and hypothesis the seed: `--hypothesis-seed=N` draws the same programs again.
 """
 
+import pytest
 from comparing import check
 from hypothesis import HealthCheck, given, settings
 from statements import KINDS, KINDS_WITH_BREAKS
@@ -13,12 +14,14 @@ FEW = settings(
 )
 
 
+@pytest.mark.slow
 @given(program=programs(KINDS))
-@settings(FEW, max_examples=150)
+@settings(FEW, max_examples=180)
 def test_lowered_programs_equal_eager_native(program, tally):
     check(program, "lowered", tally=tally)
 
 
+@pytest.mark.slow
 @given(program=programs(KINDS_WITH_BREAKS, shapes=("dynamic", "marked"), modes=("no_grad",), steps=6))
 @settings(FEW, max_examples=20)
 def test_lowered_programs_of_any_size_equal_eager_native(program, tally):
