@@ -3,7 +3,8 @@
 Owns how a function, with everything that it uses, becomes a short string that changes whenever what it computes may
 change. Does not own the files of code behind it (`code_files.py`), and does not know what is cached.
 
-Private torch API used here (read in 2.11 and 2.13): `torch.utils._python_dispatch._disable_current_modes`.
+Private torch APIs used here (read in 2.11 and 2.13): `torch.utils._python_dispatch._disable_current_modes`;
+`torch._ops.OpOverload` and `OpOverloadPacket`, whose text is their whole name.
 """
 
 import ctypes
@@ -11,7 +12,9 @@ import dis
 import functools
 import hashlib
 import importlib.util
+import threading
 import types
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +64,9 @@ def digest_function(fn: object, packaged: bool = False) -> str:
 
     Functions, classes and objects that it uses are followed too, so that a change in one of them is seen; but not into
     torch and the standard library, whose versions are part of every key, nor into other installed packages, whose files
-    are looked at instead. What cannot be looked into (a tensor subclass, an object made in C) gives a digest that no
-    other process has: caching nothing is better than caching the wrong thing.
+    are looked at instead. What these were given is looked at all the same: the function behind `torch.no_grad()`. What
+    cannot be looked into (a tensor subclass, an object made in C) gives a digest that no other process has: caching
+    nothing is better than caching the wrong thing.
 
     Args:
         fn: The function.
@@ -72,6 +76,7 @@ def digest_function(fn: object, packaged: bool = False) -> str:
     walk = _Walk(packaged, fn)
     with _disable_current_modes():  # the first digest may be wanted while torch traces with fake tensors
         walk.feed(fn)
+        walk.feed_modules()
     return walk.hasher.hexdigest()[:16]
 
 
@@ -88,8 +93,12 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.finfo, torch.iinfo)  # all is in their text
+_WITHOUT_STATE = (types.GetSetDescriptorType, type(threading.Lock()), type(threading.RLock()))
+_HEAP_TYPE = 1 << 9  # a flag of classes that were made by a `class` statement
 _DESCRIPTORS = (staticmethod, classmethod, property)
 _FIXED = (*_PLAIN, bytes, tuple, frozenset, types.FunctionType, types.MethodType, type, *_DESCRIPTORS)
+_GIVEN = (*_FIXED, list, dict, functools.partial, torch.nn.Module)  # what torch's objects keep of the user's
 _OF_THE_CLASS = frozenset(
     ("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__annotate__",
      "__annotate_func__", "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__slots__",
@@ -113,7 +122,8 @@ class _Walk:
         self.home = _top_module(root)
         self.hasher = hashlib.sha256()
         self.seen: dict[int, tuple[int, Any]] = {}  # keeps what it saw alive, so that no number is used again
-        self.modules: set[tuple[str, tuple[str, ...]]] = set()
+        self.modules: dict[int, types.ModuleType] = {}
+        self.names: dict[str, None] = {}  # all that the functions say
 
     def say(self, *parts: object) -> None:
         for part in parts:
@@ -122,12 +132,15 @@ class _Walk:
     def feed(self, value: Any) -> None:
         if isinstance(value, _PLAIN):
             self.say(value)
+            self._class_of_builtin(value)
         elif isinstance(value, (bytes, bytearray)):
             self.say("bytes", len(value))
             self.hasher.update(value)
+            self._class_of_builtin(value)
         elif isinstance(value, tuple):  # equal ones may or may not be one object: that differs between processes
             self.say("tuple", type(value).__qualname__, len(value))
             self.feed_all(value)
+            self._class_of_builtin(value)
         elif isinstance(value, types.CodeType):
             self._code(value)
         elif id(value) in self.seen:
@@ -140,18 +153,33 @@ class _Walk:
         for value in values:
             self.feed(value)
 
+    def _class_of_builtin(self, value: Any) -> None:
+        """What a subclass of a number, a text or a container adds to it."""
+        cls = type(value)
+        if cls.__flags__ & _HEAP_TYPE and not known_by_version(_top_module(cls)):
+            self.feed(cls)
+            self.feed(getattr(value, "__dict__", None))
+
     def _first(self, value: Any) -> None:
         if isinstance(value, list):
             self.say("list", len(value))
             self.feed_all(value)
+            self._class_of_builtin(value)
         elif isinstance(value, (set, frozenset)):  # their order differs between processes
             self.say("set", len(value))
             self.feed_all(sorted(value, key=_label))
+            self._class_of_builtin(value)
         elif isinstance(value, dict):  # the order may be one in which things are done
             self.say("mapping", type(value).__qualname__, len(value))
             for key, item in list(value.items()):
                 self.feed(key)
                 self.feed(item)
+            self.feed(getattr(value, "default_factory", None))
+            self._class_of_builtin(value)
+        elif isinstance(value, types.MappingProxyType):
+            self.feed(dict(value))
+        elif isinstance(value, weakref.ref):
+            self.feed(value())
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, types.MethodType):
@@ -166,6 +194,7 @@ class _Walk:
             self._tensor(value)
         elif isinstance(value, types.ModuleType):
             self.say("module", value.__name__)
+            self._module(value)
         elif isinstance(value, type):
             self._class(value)
         else:
@@ -191,24 +220,23 @@ class _Walk:
 
     def _function(self, fn: types.FunctionType) -> None:
         self.say("function", fn.__qualname__.rpartition(".")[2])
-        if not self._follows(fn):
+        followed = self._follows(fn)
+        for cell in fn.__closure__ or ():  # also a library's: it holds what was wrapped
+            try:
+                self.feed(cell.cell_contents)
+            except ValueError:
+                self.say("empty cell")
+        if not followed:
             self.say(fn.__module__, fn.__qualname__)
             return
         self.feed((fn.__code__, fn.__defaults__, fn.__kwdefaults__))
+        if not self.packaged:
+            self.feed({name: value for name, value in vars(fn).items() if not name.startswith(("_torchdynamo", "__"))})
         names, imports = _names(fn.__code__)
-        for cell in fn.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                self.say("empty cell")
-                continue
-            if isinstance(content, types.ModuleType):
-                self._module(content, names)
-            else:
-                self.feed(content)
+        self.names.update(dict.fromkeys(names))
         for name in names:
             if name in fn.__globals__:
-                self._global(name, fn.__globals__[name], names)
+                self._global(name, fn.__globals__[name])
         for level, module in imports:
             package = fn.__globals__.get("__package__") or ""
             try:
@@ -219,36 +247,43 @@ class _Walk:
             if not known_by_version(top):
                 self.say("import", absolute, digest_import(top))
 
-    def _global(self, name: str, used: Any, names: tuple[str, ...]) -> None:
+    def _global(self, name: str, used: Any) -> None:
         if isinstance(used, types.ModuleType):
-            self._module(used, names)
+            self._module(used)
         elif not self.packaged or isinstance(used, _FIXED):
             self.say(name)
             self.feed(used)
         else:
             self.feed_all(_functions_within(used))
 
-    def _module(self, module: types.ModuleType, names: tuple[str, ...]) -> None:
-        """What a function may use of a module: all that has a name which the function says."""
+    def _module(self, module: types.ModuleType) -> None:
         top = module.__name__.partition(".")[0]
-        if known_by_version(top) or (module.__name__, names) in self.modules:
+        if known_by_version(top) or id(module) in self.modules:
             return
-        self.modules.add((module.__name__, names))
         if top != self.home and is_installed(top):
             self.say("installed", top, digest_import(top))
-            return
-        for name in names:
-            try:
-                member = getattr(module, name)
-            except Exception:  # it has none, or cannot load it here
-                continue
-            self._global(name, member, names)
+        else:
+            self.modules[id(module)] = module
+
+    def feed_modules(self) -> None:
+        """Feed all of the modules that has a name which any of the functions says: one may hand a module to another."""
+        done: set[tuple[int, str]] = set()
+        while todo := [(m, n) for m in self.modules for n in self.names if (m, n) not in done]:
+            done.update(todo)
+            for number, name in todo:
+                try:
+                    member = getattr(self.modules[number], name)
+                except Exception:  # it has none, or cannot load it here
+                    continue
+                self._global(name, member)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.say("tensor", tensor.dtype, tuple(tensor.shape), tensor.device, tensor.requires_grad)
+        self.feed({name: value for name, value in vars(tensor).items() if not name.startswith("_")})
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             self.say(PROCESS)
             return
+        self.say(tensor.stride())
         if tensor.device.type != "meta":
             data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             self.hasher.update(ctypes.string_at(data.data_ptr(), data.nbytes))
@@ -256,7 +291,7 @@ class _Walk:
     def _class(self, cls: type) -> None:
         self.say("class", cls.__module__, cls.__qualname__)
         if self._follows(cls):
-            self.feed_all(cls.__mro__[1:])
+            self.feed_all((type(cls), *cls.__mro__[1:]))
             for name, member in sorted(vars(cls).items()):
                 if name not in _OF_THE_CLASS and (not self.packaged or isinstance(member, _FIXED)):
                     self.say(name)
@@ -269,15 +304,22 @@ class _Walk:
         top = cls.__module__.partition(".")[0]
         if top == "irframework":
             return  # an op or an implementation: digested on its own
-        if not known_by_version(top) or isinstance(value, torch.nn.Module):
+        if isinstance(value, _OPERATORS):
+            self.say(str(value))
+        elif not known_by_version(top) or isinstance(value, torch.nn.Module):
             self.feed(cls)
             state = [getattr(value, "__dict__", None), *(getattr(value, slot, None) for slot in _slots(cls))]
-            if state != [None] or not self._reduced(value):
-                self.feed(state if state != [None] else PROCESS)
-            return
-        self.feed_all(_functions_within(value))
-        if top != "torch":
-            self._reduced(value)
+            made_in_c = any(not base.__flags__ & _HEAP_TYPE for base in cls.__mro__ if base is not object)
+            if state != [None]:
+                self.feed(state)
+            if (state == [None] or made_in_c) and not self._reduced(value):
+                self.say(PROCESS)
+        elif top == "torch" and hasattr(value, "__dict__"):
+            self.feed([item for _, item in sorted(vars(value).items()) if isinstance(item, _GIVEN)])
+        else:
+            self.feed_all(_functions_within(value))
+            if isinstance(value, threading.local) or not (isinstance(value, _WITHOUT_STATE) or self._reduced(value)):
+                self.say(PROCESS)
 
     def _reduced(self, value: Any) -> bool:
         """Feed what pickle would take to make an object anew; False if pickle cannot."""
@@ -328,4 +370,6 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], list[tuple[int, str]]
             inner, more = _names(constant)
             names += inner
             imports += more
+        elif isinstance(constant, str) and constant.isidentifier():  # getattr(module, "name")
+            names.append(constant)
     return tuple(dict.fromkeys(names)), imports

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from irframework.compiler.aliasing import stand_in, storage_of
-from irframework.compiler.tracing import fake_like, fake_view
+from irframework.compiler.tracing import Place, argument_at, fake_like, fake_view
 
 LOWERED = "irframework_lowered"  # marks what an implementation brought in
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
@@ -35,7 +35,7 @@ class Template:
     """
 
     module: GraphModule
-    dynamic: tuple[int, ...]
+    dynamic: tuple[Place, ...]
     mode: FakeTensorMode
     used: bool = False
     attributes: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any
     Returns:
         The new nodes, in order.
     """
-    values = iter(template.dynamic)
+    places = iter(template.dynamic)
     copies: dict[Node, Any] = {}
     fakes = _Fakes(template)
     inserted: list[Node] = []
@@ -56,7 +56,7 @@ def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any
     with graph.inserting_before(node):
         for inner in template.module.graph.nodes:
             if inner.op == "placeholder":
-                copies[inner] = arguments[next(values)]
+                copies[inner] = argument_at(arguments, next(places))
                 if isinstance(copies[inner], Node):
                     fakes.bind(inner, copies[inner])
                 continue

@@ -187,7 +187,7 @@ def _number_key(value: object) -> object:
 def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) -> Template:
     """Trace the implementation for these arguments and check what it does."""
     mode = _fake_mode(values, node)
-    fresh = [fake_like(value, mode) if isinstance(value, torch.Tensor) else value for value in values]
+    fresh = [_fresh(value, mode) for value in values]
     guards = symbolic.guard_count(mode.shape_env)
     try:
         traced = trace(lambda *given: impl.apply(given), fresh, mode)
@@ -220,6 +220,12 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
         finished.append(_finish_output(graph, aliasing, output, outputs[:index], rules, index, want, mode))
     graph.output_node().args = (tuple(finished),)
     return Template(traced.module, traced.dynamic, mode)
+
+
+def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_fresh(item, mode) for item in value]
+    return fake_like(value, mode) if isinstance(value, torch.Tensor) else value
 
 
 def _finish_output(

@@ -35,10 +35,11 @@ from irframework.compiler.materialize import materialize
 from irframework.compiler.planned_outputs import plan_outputs
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
-from irframework.compiler.versions import count_overwriting
-from irframework.digest import digest_function
+from irframework.compiler.version_counters import count_overwriting
+from irframework.digest import digest_function, digest_of, digest_of_op
 from irframework.errors import suggest
 from irframework.notices import say_once
+from irframework.platform import device_types_here
 from irframework.plugins import cache_key_factors, compiler_passes
 from irframework.priority import entries_for, fingerprint, option_scope
 from irframework.registry import registry
@@ -171,9 +172,22 @@ def _key(steps: Sequence[Step]) -> str | None:
         return None
     digest = hashlib.sha256(_source_digest().encode())
     digest.update(repr([(step.name, step.key) for step in steps]).encode())
-    digest.update(fingerprint("inductor").encode())
+    digest.update(fingerprint("inductor").encode() + _editable_code().encode())
     digest.update(digest_function(cache_key_factors()).encode() + digest_libraries().encode())
     return digest.hexdigest()
+
+
+def _editable_code() -> str:
+    """Digest of the choices that no plugin brought, made anew: a notebook, or a module that is loaded again, changes
+    what they call while the program runs, and what is compiled then must not stand in a cache under the older code."""
+    hasher = hashlib.sha256()
+    for name, op in sorted(registry.ops.items()):
+        chosen = dict.fromkeys(
+            e.provider for device in device_types_here() for e in entries_for(op, device, "inductor")
+        )
+        own = [op.registered[provider] for provider in chosen if op.registered[provider].plugin is None]
+        hasher.update(repr((name, digest_of_op(op), [digest_of(impl) for impl in own])).encode())
+    return hasher.hexdigest()
 
 
 def _run(stage: str, steps: Sequence[Step], graph: Graph, context: Context) -> None:

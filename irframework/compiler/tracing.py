@@ -25,27 +25,45 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Place = tuple[int, int | None]
+"""Where an argument stands: the position in the signature, and the item if a list is there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A function as a functional graph.
 
     Attributes:
-        module: The graph; its placeholders are the tensor and symbolic arguments, in order. It always returns a tuple.
-        dynamic: Positions of the arguments that are placeholders; all others are constants inside the graph.
+        module: The graph; its placeholders are the tensor and symbolic arguments, also those in lists, in order. It
+            always returns a tuple.
+        dynamic: Where the arguments stand that are placeholders; all others are constants inside the graph.
         written: Positions of tensor arguments that the function overwrote. The graph returns what it would have left
             there only where the function returns it; it never writes to a placeholder.
         is_tuple: Whether the function returned a tuple or list, not one tensor.
     """
 
     module: GraphModule
-    dynamic: tuple[int, ...]
+    dynamic: tuple[Place, ...]
     written: tuple[int, ...]
     is_tuple: bool
 
 
 def _is_dynamic(argument: object) -> bool:
     return isinstance(argument, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _places(arguments: Sequence[Any]) -> Iterator[Place]:
+    for index, argument in enumerate(arguments):
+        if isinstance(argument, (list, tuple)):
+            yield from ((index, item) for item, value in enumerate(argument) if _is_dynamic(value))
+        elif _is_dynamic(argument):
+            yield index, None
+
+
+def argument_at(arguments: Sequence[Any], place: Place) -> Any:
+    """The argument that stands at a place."""
+    index, item = place
+    return arguments[index] if item is None else arguments[index][item]
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTensorMode) -> Trace:
@@ -56,34 +74,39 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
 
     Args:
         function: Takes `arguments` by position; returns a tensor or a flat tuple of tensors.
-        arguments: Fake tensors of `mode`, symbolic numbers, and constants. Each tensor has storage of its own.
+        arguments: Fake tensors of `mode`, symbolic numbers, constants, and lists of these. Each tensor has storage of
+            its own.
         mode: The fake mode of the graph the trace is meant for.
 
     Raises:
         TypeError: The function returned something else than tensors.
         ClosedOverWriteError: It writes to a real tensor.
     """
-    dynamic = tuple(index for index, argument in enumerate(arguments) if _is_dynamic(argument))
+    dynamic = tuple(_places(arguments))
     written: list[int] = []
     is_tuple = False
 
     def functional(*values: Any) -> tuple[torch.Tensor, ...]:
         nonlocal is_tuple
         written.clear()
-        full = list(arguments)
+        full = [list(each) if isinstance(each, (list, tuple)) else each for each in arguments]
         exclude = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
         with exclude, FunctionalTensorMode(), _KeepOff():
-            for index, value in zip(dynamic, values, strict=True):
-                full[index] = FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value
+            for (index, item), value in zip(dynamic, values, strict=True):
+                given = FunctionalTensor.to_functional(value) if isinstance(value, torch.Tensor) else value
+                if item is None:
+                    full[index] = given
+                else:
+                    full[index][item] = given
             result = function(*full)
             is_tuple = isinstance(result, (tuple, list))
             outputs = tuple(_unwrap(value) for value in (result if is_tuple else (result,)))
-            for index in dynamic:
-                value = full[index]
+            for place in dynamic:
+                value = argument_at(full, place)
                 if isinstance(value, FunctionalTensor):
                     _sync(value)
                     if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
-                        written.append(index)
+                        written.append(place[0])
         return outputs
 
     from torch._inductor import config as inductor_config
@@ -101,7 +124,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
             decomposition_table=select_decomp_table(),
             tracing_mode="symbolic" if mode.shape_env is not None else "fake",
             _allow_non_fake_inputs=True,
-        )(*(arguments[index] for index in dynamic))
+        )(*(argument_at(arguments, place) for place in dynamic))
         for node in module.graph.find_nodes(op="get_attr"):
             value = getattr(module, str(node.target))
             if isinstance(value, torch.Tensor) and "val" not in node.meta:

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from compiler_support import report, run, tensors
+from compiler_support import lowered, report, run, tensors
+from torch import Tensor
 
 import irframework as ir
 from irframework.errors import ImplementationContractError, LoweringError
@@ -344,3 +345,39 @@ def test_memory_that_an_in_place_implementation_was_given_may_begin_anywhere(add
     torch.testing.assert_close(got, expected)
     assert got[0].data_ptr() == x[1].data_ptr()
     assert not caplog.records
+
+
+@pytest.fixture
+def pick(declare):
+    """An op that takes a list of tensors and a list of numbers, and returns a list."""
+
+    def native(x: Tensor, others: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        return [(x + other).reshape(sizes) for other in others]
+
+    return declare(native, allow_inplace=True)
+
+
+@pytest.mark.parametrize("backend", [lowered, "irframework"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_stands_in_a_list_is_an_argument_like_others(pick, dynamic, backend):
+    def f(x, y):
+        return pick(x, [y, x * 2, y], [x.shape[0] * 2, 4])
+
+    compiled = torch.compile(f, backend=backend, dynamic=dynamic)
+    for rows in (4, 6):
+        x, y = tensors((rows, 8), (rows, 8))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, y), f(x, y))
+
+
+def test_a_write_to_an_item_of_a_list_is_named(pick):
+    @pick.register_impl("greedy", inplace=True)
+    def greedy(x, others, sizes):
+        others[1].add_(x)
+        return pick.native(x, others, sizes)
+
+    with ir.priority({pick.name: ["greedy"]}):
+        message = failing(
+            ImplementationContractError, lambda x, y: pick.maybe_inplace(x, [x * 1, y], [8]), *tensors((8,), (8,))
+        )
+    assert "overwrites its argument 'others'" in message
