@@ -359,6 +359,8 @@ def _same_sharing(got: Seen, want: Seen, written: Written, what: str) -> None:
         if name.startswith("argument"):
             break
         shares, should = _share(a, c), _share(b, d)
+        if got.gradients and other.startswith("output") and elements(a) == elements(c) and torch.equal(b, d):
+            continue  # a fault of torch, also without IR ops: `test_torch_faults.py` shows it
         if shares and not should and not (other.startswith("argument") and storage(a) in given):
             raise DifferenceError(f"{what}: {name} shares memory with {other}, which it does not in eager mode")
         if should and not shares:

@@ -367,6 +367,7 @@ def scope(device: str, *, meanings: bool) -> dict[str, Any]:
     """What the source of a program refers to: the ops, or their meanings."""
     called = declare().called
     angles = torch.linspace(0, 3, 128).reshape(8, 16)
-    table = torch.cat((angles[:, :8].cos(), angles[:, 8:].sin()), -1).to(device)
+    # As many positions as rows may be: on a GPU an index beyond the table ends the process.
+    table = torch.cat((angles[:, :8].cos(), angles[:, 8:].sin()), -1).repeat(64, 1).to(device)
     ops = {name: Meaning(op) for name, op in called.items()} if meanings else called
     return {"torch": torch, "user": getattr(torch.ops, NAMESPACE), "table": table, **ops}

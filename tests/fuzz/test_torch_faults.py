@@ -3,7 +3,9 @@
 import pytest
 import torch
 from comparing import quiet
+from programs import storage
 from providers import NAMESPACE
+from statements import AS_STRIDED_FAULT
 
 
 def poke(x):
@@ -31,5 +33,40 @@ def test_code_for_arguments_that_share_memory_is_used_for_ones_that_do_not(backe
     memory, one, other = torch.ones(9, 8), torch.ones(9, 8), torch.ones(9, 8)
     with quiet(), torch.no_grad():
         assert compiled(memory[:4], memory[:4])[0] == 8
-        got = compiled(one[:4], other[:4])[0]
+        try:
+            got = compiled(one[:4], other[:4])[0]
+        except AssertionError:  # torch 2.11 notices, inside AOTAutograd
+            return
     assert got != 4
+
+
+def test_inductor_returns_a_summand_itself_if_the_other_is_zero():
+    def f(x, y):
+        return torch.zeros_like(x) + y
+
+    y = torch.ones(4, 8)
+    with quiet(), torch.no_grad():
+        assert storage(f(y, y)) != storage(y)
+        assert storage(torch.compile(f)(torch.ones(4, 8), y)) == storage(y)
+
+
+def test_equal_calls_of_an_operator_with_several_results_share_memory_in_training():
+    def f(x):
+        return torch.var_mean(x, -1)[1], torch.var_mean(x, -1)[1]
+
+    with quiet():
+        mean, again = f(torch.ones(4, 8, requires_grad=True))
+        assert storage(mean) != storage(again)
+        mean, again = torch.compile(f)(torch.ones(4, 8, requires_grad=True))
+        assert storage(mean) == storage(again)
+
+
+@pytest.mark.skipif(not AS_STRIDED_FAULT, reason="torch was mended")
+def test_inductor_takes_another_place_for_as_strided_without_an_offset():
+    def f(x):
+        return x[1:].as_strided((2, 8), (8, 1)) * 1
+
+    x = torch.arange(32.0).reshape(4, 8)
+    with quiet(), torch.no_grad():
+        assert torch.equal(torch.compile(f)(x), x[:2])
+        assert torch.equal(f(x), x[1:3])
