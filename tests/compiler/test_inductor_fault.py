@@ -36,7 +36,9 @@ TOO_EARLY = """
     import sys, torch
     library = torch.library.Library("fault", "DEF")
     library.define("halve_(Tensor(a!) x) -> ()")
-    library.impl("halve_", lambda x: [x.mul_(0.5)] and None, "CompositeExplicitAutograd")
+    def halve(x):
+        x.mul_(0.5)
+    library.impl("halve_", halve, "CompositeExplicitAutograd")
     torch.library.register_fake("fault::halve_", lambda x: None, lib=library)
     def f(x, w):
         before = x + 1
@@ -78,6 +80,9 @@ def test_the_correction_is_still_needed(program):
 def test_a_users_kernel_that_overwrites_runs_behind_the_readers_before_it(scale):
     """In inference torch hides its fault for its own operators, but IR ops are lowered after it did."""
 
+    def halve(x):
+        x.mul_(0.5)
+
     def f(x):
         before = scale(x)
         torch.ops.irtest_fault.halve_(x)
@@ -85,7 +90,7 @@ def test_a_users_kernel_that_overwrites_runs_behind_the_readers_before_it(scale)
 
     with torch.library._scoped_library("irtest_fault", "DEF") as library:
         library.define("halve_(Tensor(a!) x) -> ()")
-        library.impl("halve_", lambda x: [x.mul_(0.5)] and None, "CompositeExplicitAutograd")
+        library.impl("halve_", halve, "CompositeExplicitAutograd")
         torch.library.register_fake("irtest_fault::halve_", lambda x: None, lib=library)
         with torch.no_grad(), ir.priority({scale.name: ["native"]}):
             want, got = f(torch.ones(4, 8)), torch.compile(f, backend="irframework")(torch.ones(4, 8))
