@@ -215,7 +215,7 @@ def _compare(
         if program.shapes == "marked":
             for tensor in given.passed[:-1]:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        before = _report_counts()
+        before = ir.last_report()
         seen = _run(compiled, program, given)
         _count(before, tally)
         _differ(seen, want, written, "compiled")
@@ -298,10 +298,6 @@ def _writes_to_shared(program: Program, written: Written, device: str) -> bool:
     fresh = arguments(program, device)
     after = _reference(program, written, scope(device, meanings=True), device, ROWS)
     return after is None or not all(map(torch.equal, fresh.bases, after.arguments.bases))
-
-
-def _report_counts() -> Any:
-    return ir.last_report()
 
 
 def _count(before: Any, tally: Tally) -> None:
@@ -394,8 +390,3 @@ def _fails_without_ops(program: Program, written: Written, want: Seen, backend: 
     finally:
         torch._dynamo.reset()
     return None
-
-
-def prepare() -> None:
-    """Declare the ops before anything is timed or counted."""
-    declare()
