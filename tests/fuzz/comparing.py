@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from programs import ROWS, Arguments, Program, Written, arguments, elements, storage, write
-from providers import declare, overwriting, priorities, scope
+from providers import overwriting, priorities, scope
 from statements import STATEMENTS
 from torch import Tensor
 
