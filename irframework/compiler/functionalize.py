@@ -23,6 +23,7 @@ from irframework.compiler.overlap import disjoint_in_example
 from irframework.compiler.report import Donation, Report, source_line
 from irframework.donation import use_after_donation
 from irframework.errors import DonationError
+from irframework.execution import of_a_parameter
 from irframework.op import IrOp
 from irframework.torch_ops import op_of
 
@@ -235,7 +236,9 @@ class _Uses:
         sharing = self.frame.argument_sharing(owner) if self.frame is not None else None
         if sharing is not None:
             return None, f"argument {sharing!r} shares the memory of {_label(owner)}"
-        if isinstance(value, torch.nn.Parameter):
+        argument = owner.meta.get("grapharg")  # a fake view does not know whose view it is
+        real = None if argument is None else argument.example
+        if isinstance(value, torch.nn.Parameter) or (isinstance(real, torch.Tensor) and of_a_parameter(real)):
             return None, f"{owner.name} is a parameter"
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return None, f"{owner.name} requires a gradient"

@@ -23,7 +23,7 @@ from torch._guards import Guard, TracingContext
 from torch.fx import Graph, Node
 
 from irframework.compiler.frames import root_of, sharing_argument
-from irframework.execution import shares_storage
+from irframework.execution import of_a_parameter, shares_storage
 from irframework.priority import current_state, restored, snapshot
 
 _MAX_STATES = 64
@@ -129,7 +129,7 @@ def describe_input(placeholder: Node) -> str:
 
 
 def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
-    """Compile again when inputs overlap that do not overlap now: a donated input must share memory with no other.
+    """Compile again when inputs overlap that do not overlap now, or when a donated one is a view of a parameter.
 
     Args:
         graph: The pre-grad graph.
@@ -155,7 +155,7 @@ def inputs_stay_apart(graph: Graph, donated: list[Node]) -> None:
         hooks.add_expression_guard(
             builder,
             f"___irframework_apart(({', '.join(given)},), ({', '.join(others)}{',' if others else ''}), L)",
-            "irframework: donated inputs share memory with no other input",
+            "irframework: donated inputs share memory with no other input and with no parameter",
             {"___irframework_apart": partial(_apart, tuple(roots))},
         )
 
@@ -168,11 +168,12 @@ def _apart(
     others: tuple[torch.Tensor, ...],
     arguments: Mapping[str, object],
 ) -> bool:
-    """Whether no given tensor shares storage with another input of the graph, nor with another argument of the frame.
+    """Whether no given tensor is a parameter's, shares storage with another input of the graph, or with another
+    argument of the frame.
 
     The graph has only those arguments that it uses; the caller has all of them.
     """
     for index, tensor in enumerate(given):
-        if any(shares_storage(tensor, other) for other in (*given[index + 1 :], *others)):
+        if of_a_parameter(tensor) or any(shares_storage(tensor, other) for other in (*given[index + 1 :], *others)):
             return False
     return all(sharing_argument(*pair, arguments) is None for pair in zip(given, roots, strict=True))

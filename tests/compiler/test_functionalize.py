@@ -113,6 +113,18 @@ def test_a_donated_parameter_is_kept(add, requires_grad):
     assert any(d.kind == "kept" and "parameter" in d.reason for d in report().donated)
 
 
+def test_a_donated_view_of_a_frozen_parameter_is_kept_also_when_it_comes_at_a_later_call_only(add):
+    parameter = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    before = parameter.detach().clone()
+    r, w = tensors((4, 8), (8,))
+    compiled = torch.compile(lambda x, r, w: add.op.maybe_inplace(x, r, w), backend=lowered)
+    with add.priority("inp"), torch.no_grad():
+        for x in (torch.randn(8, 8)[:4], parameter[:4]):
+            compiled(x, r.clone(), w)
+    torch.testing.assert_close(parameter.detach(), before)
+    assert any(d.kind == "kept" and "parameter" in d.reason for d in report().donated)
+
+
 def test_a_donated_tensor_that_requires_a_gradient_is_kept_without_gradients_too(add):
     x, r, w = tensors(*ARGUMENTS)
     x.requires_grad_()
