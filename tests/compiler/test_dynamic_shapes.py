@@ -286,6 +286,22 @@ def test_a_predicate_that_looks_at_the_batch_is_named(scale):
     assert PredicateGuardError.__name__ in str(caught.value)
 
 
+def test_conditions_hold_for_sizes_that_are_computed(add):
+    """Comparing computed sizes makes torch note that there are elements, which is no guard on the batch."""
+    both = ("x", "x_residual")
+    stated = ir.supports(row_contiguous=both, same_shape=both, last_dim_of={"weight": "x"})
+    add.op.register_impl("p", supports_args=stated)(lambda x, x_residual, weight: add.op.native(x, x_residual, weight))
+    counting = Counting()
+    function = torch.compile(
+        lambda x, w: add.op(x.reshape(-1, 4), torch.sin(x.reshape(-1, 4)), w[:4]), backend=counting, dynamic=True
+    )
+    with add.priority("p"), torch.no_grad():
+        for columns in (6, 10, 40):
+            sums, _ = function(torch.zeros(8, columns).t(), torch.ones(16))
+            same(sums, torch.zeros(2 * columns, 4))
+    assert counting.compiles == 1
+
+
 def test_a_predicate_may_look_at_a_number_that_is_symbolic(declare):
     def native(x: Tensor, size: int) -> Tensor:
         return x[..., :size] * 1
