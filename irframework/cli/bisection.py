@@ -209,14 +209,16 @@ def read_log(path: Path) -> tuple[tuple[tuple[Choice, ...], ...], tuple[str, ...
     """Read what one run logged: the choices of each process, and the names of the passes that ran."""
     processes: dict[int, list[Choice]] = {}
     passes: dict[str, None] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(json.JSONDecodeError):  # the last line of a process that was killed while it wrote
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        # The last line of a process that was killed while it wrote, or what the command itself wrote there.
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
             entry = json.loads(line)
             pid = entry.pop("pid")
             if "passes" in entry:
                 passes.update(dict.fromkeys(entry["passes"]))
             else:
-                processes.setdefault(pid, []).append(Choice(**entry))
+                choice = Choice(**entry)
+                processes.setdefault(pid, []).append(choice)
     return tuple(map(tuple, processes.values())), tuple(passes)
 
 

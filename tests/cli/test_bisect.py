@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from irframework.cli import main
+from irframework.cli.bisection import read_log
 
 Search = Callable[..., tuple[int, Any]]
 
@@ -403,6 +404,12 @@ def test_the_log_is_kept_where_it_is_asked_for(search: Search, tmp_path: Path) -
     search(stand_in("choose('a'); sys.exit(choose('b'))"), "--log", str(tmp_path / "kept"))
     kept = [json.loads(line) for line in (tmp_path / "kept").read_text().splitlines()]
     assert [(entry["number"], entry["op"]) for entry in kept] == [(1, "a"), (2, "b")]
+
+
+def test_lines_of_the_log_that_are_not_ours_are_passed_over(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b'\xff\xfe\n[1]\n1\n"text"\n{"pid": 1}\n{"pid": 1, "number": 1}\n{"pid": 1, "passes": 3}\n{"pid"')
+    assert read_log(log) == ((), ())
 
 
 def test_options_of_the_command_are_its_own(search: Search) -> None:

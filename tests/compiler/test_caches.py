@@ -465,6 +465,21 @@ def test_settings_of_the_pre_grad_pass_that_donate_differently_share_no_entry(pr
         assert [each["from_cache"] for each in (late, early, again)] == [False, False, True]
 
 
+def test_a_helper_that_is_defined_again_is_in_the_key(scale):
+    """As in a notebook: the implementation that calls it stays, and so do its registration and its guards."""
+    scope = {}
+    exec("def help(x): return x + 1", scope)
+    exec("def p(x, factor=2.0): return help(x)", scope)
+    scale.register_impl("p")(scope["p"])
+    with ir.priority({scale.name: "p"}):
+        before, again = key(), key()
+        exec("def help(x): return x + 2", scope)
+        after = key()
+    assert before == again
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
 NESTED = """
     @ir.register_op(name="inner")
     def inner(x: torch.Tensor) -> torch.Tensor:

@@ -88,11 +88,116 @@ CHANGES = {
         "def f(x):\n    g()\n    try:\n        h()\n    except E:\n        pass",
     ),
     "kind of a parameter": ("def f(x, y): return y", "def f(x, *, y): return y"),
+    "function it calls behind a decorator of torch": (
+        "D = torch.no_grad()\ng = D(lambda x: x + 1)\ndef f(x): return g(x)",
+        "D = torch.no_grad()\ng = D(lambda x: x + 2)\ndef f(x): return g(x)",
+    ),
+    "function it calls behind torch.compiler.disable": (
+        "g = torch.compiler.disable(lambda x: x + 1)\ndef f(x): return g(x)",
+        "g = torch.compiler.disable(lambda x: x + 2)\ndef f(x): return g(x)",
+    ),
+    "function it calls behind torch.vmap": (
+        "g = torch.vmap(lambda x: x + 1)\ndef f(x): return g(x)",
+        "g = torch.vmap(lambda x: x + 2)\ndef f(x): return g(x)",
+    ),
+    "state of a decorator of torch": (
+        "D = torch.autocast('cpu', enabled=1 == 1)\ng = D(lambda x: x)\ndef f(x): return g(x)",
+        "D = torch.autocast('cpu', enabled=2 == 1)\ng = D(lambda x: x)\ndef f(x): return g(x)",
+    ),
+    "context manager it enters": (
+        "import contextlib\n@contextlib.contextmanager\ndef g(): yield 1\ndef f(x):\n    with g() as n: return n",
+        "import contextlib\n@contextlib.contextmanager\ndef g(): yield 2\ndef f(x):\n    with g() as n: return n",
+    ),
+    "function chosen by the type of its argument": (
+        "import functools\ng = functools.singledispatch(abs)\ng.register(int, lambda x: 1)\ndef f(x): return g(x)",
+        "import functools\ng = functools.singledispatch(abs)\ng.register(int, lambda x: 2)\ndef f(x): return g(x)",
+    ),
+    "attribute of the function": ("def f(x): return f.n\nf.n = 1", "def f(x): return f.n\nf.n = 2"),
+    "attribute of a function it calls": (
+        "def g(x): return g.n\ng.n = 1\ndef f(x): return g(x)",
+        "def g(x): return g.n\ng.n = 2\ndef f(x): return g(x)",
+    ),
+    "read-only mapping": (
+        "import types\nD = types.MappingProxyType({'a': 1})\ndef f(x): return D['a']",
+        "import types\nD = types.MappingProxyType({'a': 2})\ndef f(x): return D['a']",
+    ),
+    "default of a mapping": (
+        "import collections\nD = collections.defaultdict(lambda: 1)\ndef f(x): return D[x]",
+        "import collections\nD = collections.defaultdict(lambda: 2)\ndef f(x): return D[x]",
+    ),
+    "limits of a dtype": (
+        "D = torch.finfo((torch.float16, torch.float32)[1 - 1])\ndef f(x): return x.clamp(max=D.max)",
+        "D = torch.finfo((torch.float16, torch.float32)[2 - 1])\ndef f(x): return x.clamp(max=D.max)",
+    ),
+    "overload of an operator": (
+        "g = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)[1 - 1]\ndef f(x): return g(x, 1)",
+        "g = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)[2 - 1]\ndef f(x): return g(x, 1)",
+    ),
+    "method of a subclass of int": (
+        "class C(int):\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
+        "class C(int):\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
+    ),
+    "method of a subclass of tuple": (
+        "class C(tuple):\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
+        "class C(tuple):\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
+    ),
+    "method of a subclass of list": (
+        "class C(list):\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
+        "class C(list):\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
+    ),
+    "method of a subclass of dict": (
+        "class C(dict):\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
+        "class C(dict):\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
+    ),
+    "content of a subclass of deque": (
+        "import collections\nclass C(collections.deque): pass\nc = C([1])\ndef f(x): return c[0]",
+        "import collections\nclass C(collections.deque): pass\nc = C([2])\ndef f(x): return c[0]",
+    ),
+    "method of a metaclass": (
+        "class M(type):\n    def m(cls): return 1\nclass C(metaclass=M): pass\ndef f(x): return C.m()",
+        "class M(type):\n    def m(cls): return 2\nclass C(metaclass=M): pass\ndef f(x): return C.m()",
+    ),
+    "attribute of a tensor": (
+        "t = torch.ones(1)\nt.scale = 1\ndef f(x): return x * t.scale",
+        "t = torch.ones(1)\nt.scale = 2\ndef f(x): return x * t.scale",
+    ),
+    "strides of a tensor": (
+        "t = torch.ones(2, 2).as_strided((2, 2), ((2, 1), (1, 2))[1 - 1])\ndef f(x): return t.stride()",
+        "t = torch.ones(2, 2).as_strided((2, 2), ((2, 1), (1, 2))[2 - 1])\ndef f(x): return t.stride()",
+    ),
+    "what a weak reference leads to": (
+        "import weakref\nclass C: pass\nc = C()\nc.n = 1\nr = weakref.ref(c)\ndef f(x): return r().n",
+        "import weakref\nclass C: pass\nc = C()\nc.n = 2\nr = weakref.ref(c)\ndef f(x): return r().n",
+    ),
+    "function found by its name": (
+        "def g(x): return 1\ndef f(x): return globals()['g'](x)",
+        "def g(x): return 2\ndef f(x): return globals()['g'](x)",
+    ),
     "method of a global object": (
         "class C:\n    def m(self): return 1\nc = C()\ndef f(x): return c.m()",
         "class C:\n    def m(self): return 2\nc = C()\ndef f(x): return c.m()",
     ),
 }
+
+
+MODULE = """
+import types
+m = types.ModuleType("mine")
+exec("def g(x): return {number}", vars(m))
+"""
+REACHED = {
+    "in a mapping": "D = {'a': m}\ndef f(x): return D['a'].g(x)",
+    "as an attribute": "class C: pass\nc = C()\nc.m = m\ndef f(x): return c.m.g(x)",
+    "as a default": "def h(x, m=m): return m.g(x)\ndef f(x): return h(x)",
+    "as an argument": "def h(m, x): return m.g(x)\ndef f(x): return h(m, x)",
+    "by the name of its function": "def f(x): return getattr(m, 'g')(x)",
+}
+
+
+@pytest.mark.parametrize("how", REACHED)
+def test_digest_changes_with_the_functions_of_a_module_reached(how):
+    first, again, second = (digest_function(made(MODULE.format(number=n) + REACHED[how])) for n in (1, 1, 2))
+    assert first == again != second
 
 
 @pytest.mark.parametrize("what", CHANGES)
