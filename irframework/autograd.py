@@ -140,13 +140,20 @@ def _rebuild(ctx: Any, tensors: list[Any]) -> list[Any]:
 def _registered(op: "IrOp", grads: tuple[Any, ...], args: list[Any]) -> list[Any]:
     """Call the registered backward and check that it gives one gradient, or None, per tensor parameter."""
     found = op.backward(grads, *args) if op.backward is not None else ()
-    gradients = [found] if isinstance(found, Tensor) else list(found)
+    gradients = [found] if isinstance(found, Tensor) else list(found) if isinstance(found, (tuple, list)) else None
     wanted = [p for p in op.signature.parameters.values() if "Tensor" in str(p.annotation)]
-    if len(gradients) != len(wanted):
+    if gradients is None or len(gradients) != len(wanted):
+        returned = f"{len(gradients)} gradients" if gradients is not None else f"a {type(found).__name__}"
         raise ImplementationContractError(
-            f"The registered backward of op {op.name!r} returned {len(gradients)} gradients; it must return one (or "
-            f"None) for each of {', '.join(p.name for p in wanted)}."
+            f"The registered backward of op {op.name!r} returned {returned}; it must return a tuple with one (or None) "
+            f"for each of {', '.join(p.name for p in wanted)}."
         )
+    for parameter, gradient in zip(wanted, gradients, strict=True):
+        if not isinstance(gradient, (Tensor, list, tuple, type(None))):
+            raise ImplementationContractError(
+                f"The registered backward of op {op.name!r} returned a {type(gradient).__name__} for {parameter.name}; "
+                "it must return a tensor or None."
+            )
     return gradients
 
 

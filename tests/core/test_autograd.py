@@ -202,6 +202,16 @@ def test_registered_backward_with_the_wrong_number_of_gradients_is_an_error(op, 
         op(double(2)).sum().backward()
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(None, "a NoneType"), ({"x": None, "weight": None}, "a dict"), ((1.0, None), "a float for x")],
+)
+def test_registered_backward_that_returns_no_gradients_is_an_error_that_names_the_op(op, returned, said):
+    op.register_backward(lambda grads, x, weight, factor: returned)
+    with pytest.raises(errors.ImplementationContractError, match=f"op '{op.name}' returned {said}"):
+        op(double(2)).sum().backward()
+
+
 # --- modules, checkpoints, other ways to differentiate ---------------------------------------------------------------
 
 
