@@ -4,8 +4,8 @@ Owns the one call to `make_fx`, functionalization of what is traced, and the mak
 ops, implementations or graphs that something is inlined into.
 
 Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its mode,
-`torch._functionalize_has_data_mutation`, `in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`,
-`_inductor.config.enable_auto_functionalized_v2`.
+`torch._functionalize_has_data_mutation`, `_has_metadata_mutation` and `_was_storage_changed`,
+`in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`, `_inductor.config.enable_auto_functionalized_v2`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
                 value = argument_at(full, place)
                 if isinstance(value, FunctionalTensor):
                     _sync(value)
-                    if torch._functionalize_has_data_mutation(value.elem):  # type: ignore[attr-defined]
+                    if any(changed(value.elem) for changed in _CHANGES):
                         written.append(place[0])
         return outputs
 
@@ -177,6 +177,11 @@ def _constants_allowed(mode: FakeTensorMode) -> Iterator[None]:
         mode.allow_non_fake_inputs = before
 
 
+_CHANGES: tuple[Callable[[torch.Tensor], bool], ...] = (
+    torch._functionalize_has_data_mutation,  # type: ignore[attr-defined]
+    torch._functionalize_has_metadata_mutation,  # t_, squeeze_, ...
+    torch._functionalize_was_storage_changed,  # set_
+)
 _sync: Callable[[torch.Tensor], None] = torch._sync  # type: ignore[attr-defined]
 
 

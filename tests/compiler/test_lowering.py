@@ -153,6 +153,19 @@ def test_an_undeclared_write_is_named(scale):
     assert "overwrites its argument 'x'" in message
 
 
+@pytest.mark.parametrize("change", [lambda x: x.t_(), lambda x: x.set_(torch.zeros(4, 8))], ids=["t_", "set_"])
+def test_an_argument_that_is_given_another_layout_or_memory_is_named(scale, change):
+    @scale.register_impl("liar")
+    def liar(x, factor=2.0):
+        result = x * factor
+        change(x)
+        return result
+
+    with ir.priority({scale.name: ["liar"]}):
+        message = failing(ImplementationContractError, lambda x: scale(x), torch.ones(4, 8))
+    assert "overwrites its argument 'x'" in message
+
+
 def test_a_write_to_what_is_no_activation_is_named(add):
     @add.op.register_impl("greedy", inplace=True)
     def greedy(x, x_residual, weight):

@@ -103,6 +103,18 @@ def overwrites_weight(x: Tensor, x_residual: Tensor, weight: Tensor) -> Any:
     return result
 
 
+def reshapes(x: Tensor, x_residual: Tensor, weight: Tensor) -> Any:
+    result = native(x, x_residual, weight)
+    x.unsqueeze_(0)
+    return result
+
+
+def shrinks(x: Tensor, x_residual: Tensor, weight: Tensor) -> Any:
+    result = native(x, x_residual, weight)
+    x.resize_(1)
+    return result
+
+
 def writes_beside(x: Tensor, x_residual: Tensor, weight: Tensor) -> Any:
     y, r = native(x, x_residual, weight)
     x.as_strided((1,), (1,), max(x.storage_offset() - 1, 0)).fill_(7)
@@ -150,6 +162,8 @@ LIES: list[tuple[str, str, Implementation, dict[str, Any]]] = [
     ("sharing", "returns output 1 in the memory of its argument 'x'", argument, {}),
     ("sharing", "returns output 1 in the memory of output 0", each_other, {}),
     ("writes", f"{WRITES} 'x'. Register it with inplace=True", overwrites, {}),
+    ("writes", f"{WRITES} 'x'. Register it with inplace=True", reshapes, {}),
+    ("writes", f"{WRITES} 'x'. Register it with inplace=True", shrinks, {}),
     ("writes", f"{WRITES} 'weight', which is no activation of the op", overwrites_weight, {"inplace": True}),
     ("writes", "writes to memory beside its argument 'x'", writes_beside, {}),
     ("writes", "writes to memory beside its argument 'x'", writes_beside_in_place, {"inplace": True}),
