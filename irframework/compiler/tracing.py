@@ -5,7 +5,8 @@ ops, implementations or graphs that something is inlined into.
 
 Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its mode,
 `torch._functionalize_has_data_mutation`, `_has_metadata_mutation` and `_was_storage_changed`,
-`in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`, `_inductor.config.enable_auto_functionalized_v2`.
+`in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`,
+`_inductor.config.enable_auto_functionalized_v2`.
 """
 
 from __future__ import annotations
