@@ -349,8 +349,8 @@ def write(
     source = f"def f({', '.join(names)}):\n{body}\n    return ({', '.join(results)},)\n"
     if writer.breaks:  # each part may be a graph of another kind, and sees its own arguments only
         kept: set[int] = set()
-    elif any(writer.scope[name].requires_grad for name in results if name in writer.scope):
-        kept = set(range(len(inputs.bases)))  # a training graph
+    elif any(writer.scope[name].requires_grad for name in results if name in writer.scope and name not in names):
+        kept = set(range(len(inputs.bases)))  # a training graph: an argument that is returned makes none
     else:
         kept = _kept(inputs, names, source.partition("\n")[2])
     return Written(source, writer.given, kept, writer.calls, writer.donations, writer.breaks)
