@@ -349,11 +349,17 @@ def write(
     source = f"def f({', '.join(names)}):\n{body}\n    return ({', '.join(results)},)\n"
     if writer.breaks:  # each part may be a graph of another kind, and sees its own arguments only
         kept: set[int] = set()
-    elif any(writer.scope[name].requires_grad for name in results if name in writer.scope and name not in names):
-        kept = set(range(len(inputs.bases)))  # a training graph: an argument that is returned makes none
+    elif _makes_training_graph([writer.scope[name] for name in results if name in writer.scope], inputs):
+        kept = set(range(len(inputs.bases)))
     else:
         kept = _kept(inputs, names, source.partition("\n")[2])
     return Written(source, writer.given, kept, writer.calls, writer.donations, writer.breaks)
+
+
+def _makes_training_graph(results: Sequence[Tensor], inputs: Arguments) -> bool:
+    """Whether a compiler is sure to prepare gradients. For an argument that is returned, or a view of it, it does not."""
+    arguments = {storage(tensor) for tensor in inputs.passed}
+    return any(tensor.requires_grad and storage(tensor) not in arguments for tensor in results)
 
 
 def _kept(inputs: Arguments, names: Sequence[str], body: str) -> set[int]:
