@@ -357,9 +357,9 @@ def write(
 
 
 def _makes_training_graph(results: Sequence[Tensor], inputs: Arguments) -> bool:
-    """Whether a compiler is sure to prepare gradients. For an argument that is returned, or a view of it, it does not."""
-    arguments = {storage(tensor) for tensor in inputs.passed}
-    return any(tensor.requires_grad and storage(tensor) not in arguments for tensor in results)
+    """Whether a compiler is sure to prepare gradients: not for an argument that is returned, nor for a view of it."""
+    passed = {storage(tensor) for tensor in inputs.passed}
+    return any(tensor.requires_grad and storage(tensor) not in passed for tensor in results)
 
 
 def _kept(inputs: Arguments, names: Sequence[str], body: str) -> set[int]:
