@@ -21,8 +21,8 @@ class Breach:
     """One way of breaking the contract.
 
     Attributes:
-        rule: `writes`, `count`, `output`, `strides`, `offset`, `sharing`, `in_place`, `values`, `raises`, `fake` or
-            `compiled`.
+        rule: `writes`, `count`, `output`, `strides`, `offset`, `sharing`, `in_place`, `values`, `raises`, `fake`,
+            `out_overload` or `compiled`.
         what: What the implementation does, without its subject: `overwrites its argument 'x'`.
         advice: What to do about it, one or two sentences.
     """
@@ -87,6 +87,16 @@ def closed_over_write(by: str) -> Breach:
         "writes",
         f"{by} a tensor that the implementation closes over",
         "Let it allocate its work space, or pass it in as an argument.",
+    )
+
+
+def out_overload(op: object, problem: str) -> Breach:
+    """Compiled code calls the overload in the op's place, so both compute the same."""
+    return Breach(
+        "out_overload",
+        f"calls {op}, whose .out overload {problem}",
+        "Compiled code calls the overload instead of the op: it must fill every tensor that it is given with what the "
+        "op returns, and touch nothing else.",
     )
 
 

@@ -23,6 +23,7 @@ from irframework.dispatch import tensors_of
 from irframework.errors import ImplementationContractError, LoweringError
 from irframework.memory import storage_key
 from irframework.op import NATIVE, IrOp
+from irframework.testing.out_overloads import OutOverloads
 from irframework.testing.samples import Sample, laid_out, map_tensors
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Trial:
         expected = self.impl.op.registered[NATIVE].apply(laid_out(self.impl, sample))
         fake = self._on_fakes(args, call)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._trying_overloads(call):
                 returned = self.impl.apply(args)
         except Exception as error:
             self._note(contract.raises(error), None, call)
@@ -100,6 +101,9 @@ class Trial:
             self._note(contract.not_in_place(self.impl), None, call)
         if not self.found:  # else the compiler would only say the same again
             self._lower(args, call)
+
+    def _trying_overloads(self, call: str) -> OutOverloads:
+        return OutOverloads(lambda op, problem: self._note(contract.out_overload(op, problem), (op, problem), call))
 
     def _note(self, breach: Breach | None, subject: object, call: str) -> None:
         if breach is None:

@@ -355,3 +355,68 @@ def test_random_numbers_of_the_program_are_left_alone(check: Callable[..., Check
     torch.manual_seed(3)
     check(honest)
     assert torch.equal(torch.rand(2), expected)
+
+
+# --- overloads that compiled code calls in a functional op's place ------------------------------------------------
+
+
+def doubled(x: Tensor, out: Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+def half_of_it(x: Tensor, out: Tensor) -> None:
+    torch.mul(x[..., :1], 2, out=out[..., :1])
+
+
+def other_values(x: Tensor, out: Tensor) -> None:
+    torch.mul(x, 3, out=out)
+
+
+def resized(x: Tensor, out: Tensor) -> None:
+    out.resize_(1).fill_(2.0)
+
+
+def overwriting_x(x: Tensor, out: Tensor) -> None:
+    torch.mul(x, 2, out=out)
+    x.zero_()
+
+
+def raising(x: Tensor, out: Tensor) -> None:
+    raise ValueError("no such thing")
+
+
+def nothing(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("overload", "problem"),
+    [
+        (half_of_it, "leaves other values in 'out'"),
+        (other_values, "leaves other values in 'out'"),
+        (nothing, "leaves other values in 'out'"),
+        (resized, "another size or memory"),
+        (overwriting_x, "overwrites an argument"),
+        (raising, "raises ValueError: no such thing"),
+        (doubled, None),
+    ],
+)
+def test_an_out_overload_that_does_something_else_than_its_op_is_named(op, check, overload, problem):
+    library = torch.library.Library(f"tt_out{next(_numbers)}", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::twice", torch.empty_like, lib=library)
+    ir.define_out_variant(library, "twice")
+    library.impl("twice.out", overload, "CompositeExplicitAutograd")
+    kernel = getattr(torch.ops, library.ns).twice
+
+    def fn(x, x_residual, weight):
+        residual = kernel(x) / 2 + x_residual
+        return residual * weight, residual
+
+    found = [each for each in check(fn).violations if each.rule == "out_overload"]
+    if problem is None:
+        assert not found
+    else:
+        assert problem in str(found[0])
+        assert f"{library.ns}.twice" in str(found[0])
