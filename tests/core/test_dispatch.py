@@ -589,7 +589,7 @@ def test_modes_of_two_threads_both_see_their_calls(declare):
         second_inside.wait(10)
     first_left.set()
     thread.join()
-    for flag in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode"):
+    for flag in [name for name in vars(torch.utils._python_dispatch) if name.startswith("_is_in_")]:
         setattr(torch.utils._python_dispatch, flag, False)  # torch leaves them at True: its own fault
     assert op.torch_op in seen
 
