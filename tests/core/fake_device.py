@@ -11,10 +11,11 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 _setup_privateuseone_for_python_backend("acme")
 HELD = {}  # the CPU tensor behind each tensor of the device, by identity; both live as long as the process
+STORED = {}  # the same by storage: `.data` makes a tensor that no op has made
 
 def wrap(held):
     tensor = torch._C._acc.create_empty_tensor(tuple(held.shape), held.dtype)
-    HELD[id(tensor)] = (tensor, held)
+    HELD[id(tensor)] = STORED[tensor.untyped_storage()._cdata] = (tensor, held)
     return tensor
 
 def fallback(op, *args, **kwargs):
@@ -26,7 +27,7 @@ def fallback(op, *args, **kwargs):
             a = torch.device("cpu")
         elif isinstance(a, torch.Tensor) and a.device.type == "acme":
             ours = True
-            held = HELD[id(a)][1]
+            held = (HELD.get(id(a)) or STORED[a.untyped_storage()._cdata])[1]
             back[id(held)] = a
             a = held
         plain.append(a)
