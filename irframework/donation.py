@@ -5,7 +5,7 @@ for a result, whatever the implementation did with it: outputs that took it over
 So the storage of a donated tensor never holds anything good again, and whoever reads or writes that part of it made a
 mistake, through whatever alias. A dispatch mode looks at every torch op of the thread for such an argument.
 
-Owns what is remembered of donations, the mode, and the words of a `DonationError`. Without the setting nothing here is
+Owns what is remembered of donations, and the mode. Without the setting nothing here is
 imported in eager mode. Does not look inside implementations, nor at compiled graphs: the compiler has a check of its
 own (`compiler/functionalize.py`).
 
@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 
 from irframework.call_site import call_site
 from irframework.contract import dtype_and_shape
-from irframework.errors import DonationError
+from irframework.errors import use_after_donation
 from irframework.execution import of_a_parameter
 from irframework.memory import Region, StorageWeakRef, share_a_byte, storage_key
 
@@ -47,26 +47,6 @@ _LIKE_TEXT = (
     "randn_like zeros_like"
 )
 _LIKE = frozenset(_LIKE_TEXT.split())
-
-
-def use_after_donation(what: str, op: str, argument: str, use: str, donated_at: str, used_at: str) -> DonationError:
-    """The error for a use after donation, in the words that eager mode and the compiler share.
-
-    Args:
-        what: The donated value.
-        op: The op that it was donated to.
-        argument: The op's parameter.
-        use: What is done with it: `returned`, or `used by ...`.
-        donated_at: Source line of the `maybe_inplace` call.
-        used_at: Source line of the use.
-    """
-    return DonationError(
-        f"{what} was donated to op {op!r} as argument {argument!r} by maybe_inplace, and is {use} afterwards. "
-        f"A donated tensor may have been overwritten: use the op's result, or call {op} itself instead of its "
-        "maybe_inplace.\n"
-        f"  donated at: {donated_at}\n"
-        f"  used at:    {used_at}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,26 @@ class DeviceUnavailableError(IrError, RuntimeError):
     """A device was named that torch cannot use on this machine."""
 
 
+def use_after_donation(what: str, op: str, argument: str, use: str, donated_at: str, used_at: str) -> DonationError:
+    """The error for a use after donation, in the words that eager mode and the compiler share.
+
+    Args:
+        what: The donated value.
+        op: The op that it was donated to.
+        argument: The op's parameter.
+        use: What is done with it: `returned`, or `used by ...`.
+        donated_at: Source line of the `maybe_inplace` call.
+        used_at: Source line of the use.
+    """
+    return DonationError(
+        f"{what} was donated to op {op!r} as argument {argument!r} by maybe_inplace, and is {use} afterwards. "
+        f"A donated tensor may have been overwritten: use the op's result, or call {op} itself instead of its "
+        "maybe_inplace.\n"
+        f"  donated at: {donated_at}\n"
+        f"  used at:    {used_at}"
+    )
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the sentence 'Did you mean ...? Known: ...' for a name that is not among the known ones.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Region", "StorageWeakRef", "share_a_byte", "storage_key"]
+__all__ = ["Region", "StorageWeakRef", "place_of", "share_a_byte", "storage_key"]
 
 _MAX_STEPS = 10_000
 
@@ -27,6 +27,11 @@ def storage_key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # subclasses that wrap several tensors
         return None
+
+
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Where and how a strided tensor lies: `resize_`, `t_`, `set_` and the like change it, whatever the bytes are."""
+    return storage_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 @dataclass(frozen=True, slots=True)

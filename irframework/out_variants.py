@@ -64,6 +64,11 @@ def define_out_variant(library: Library, name: str) -> Any:
 _declared: dict[Any, Any] = {}
 
 
+def outputs_of(overload: Any) -> list[str]:
+    """Return the names of the arguments that an overload writes its outputs to, in their order."""
+    return [argument.name for argument in overload._schema.arguments if argument.alias_info is not None]
+
+
 def out_variant_of(target: Any) -> Any:
     """Return the overload that `define_out_variant` declared for a functional op; else None."""
     return _declared.get(target)

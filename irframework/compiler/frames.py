@@ -67,8 +67,7 @@ class Frame:
             donated: The fake value that is given away.
             placeholder: The graph input that it is, or is a view of.
         """
-        argument = placeholder.meta.get("grapharg")
-        real = None if argument is None else argument.example
+        real = real_input(placeholder)
         return any(
             (on_one_storage(tensor, donated) and not disjoint_in_example(tensor, donated))
             or on_one_storage(tensor, real)
@@ -77,11 +76,17 @@ class Frame:
 
     def argument_sharing(self, placeholder: Node) -> str | None:
         """The name of another argument that shares memory with a graph input; None if there is none."""
-        argument = placeholder.meta.get("grapharg")
-        source = getattr(placeholder, "_dynamo_source", None)
-        if argument is None or source is None or not isinstance(argument.example, torch.Tensor):
+        real, source = real_input(placeholder), getattr(placeholder, "_dynamo_source", None)
+        if real is None or source is None:
             return None
-        return sharing_argument(argument.example, root_of(source), self.arguments)
+        return sharing_argument(real, root_of(source), self.arguments)
+
+
+def real_input(placeholder: Node) -> torch.Tensor | None:
+    """The tensor that a graph input stands for in the call that is compiled; None if Dynamo does not say."""
+    argument = placeholder.meta.get("grapharg")
+    example = None if argument is None else argument.example
+    return example if isinstance(example, torch.Tensor) else None
 
 
 def root_of(source: Any) -> str | None:

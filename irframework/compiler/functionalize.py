@@ -18,11 +18,10 @@ from torch.fx import Graph, GraphModule, Node
 from irframework.compiler import guards
 from irframework.compiler.aliasing import storage_of
 from irframework.compiler.clones import donate_op
-from irframework.compiler.frames import Frame
+from irframework.compiler.frames import Frame, real_input
 from irframework.compiler.overlap import disjoint_in_example
 from irframework.compiler.report import Donation, Report, source_line
-from irframework.donation import use_after_donation
-from irframework.errors import DonationError
+from irframework.errors import DonationError, use_after_donation
 from irframework.execution import of_a_parameter
 from irframework.op import IrOp
 from irframework.torch_ops import op_of
@@ -56,6 +55,13 @@ def functionalize(graph: Graph, report: Report, *, donate_inputs: bool = True) -
         DonationError: A tensor, or something that shares its memory, is used after it was donated.
     """
     _functionalize(graph, report, donate_inputs, Frame.current())
+
+
+def donates(graph: Graph) -> bool:
+    """Whether a graph, or one of its subgraphs, has a `maybe_inplace` node: else there is nothing to rewrite."""
+    if any((found := op_of(node.target)) and found[1] for node in graph.nodes if node.op == "call_function"):
+        return True
+    return any(donates(module.graph) for module in _submodules(graph))
 
 
 def _functionalize(graph: Graph, report: Report, donate_inputs: bool, frame: Frame | None) -> None:
@@ -236,9 +242,8 @@ class _Uses:
         sharing = self.frame.argument_sharing(owner) if self.frame is not None else None
         if sharing is not None:
             return None, f"argument {sharing!r} shares the memory of {_label(owner)}"
-        argument = owner.meta.get("grapharg")  # a fake view does not know whose view it is
-        real = None if argument is None else argument.example
-        if isinstance(value, torch.nn.Parameter) or (isinstance(real, torch.Tensor) and of_a_parameter(real)):
+        real = real_input(owner)  # a fake view does not know whose view it is
+        if isinstance(value, torch.nn.Parameter) or (real is not None and of_a_parameter(real)):
             return None, f"{owner.name} is a parameter"
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return None, f"{owner.name} requires a gradient"

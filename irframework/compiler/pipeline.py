@@ -28,7 +28,7 @@ from irframework.code_files import digest_files, digest_libraries, versions
 from irframework.compiler import guards, inductor_fault, kept_reports
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
-from irframework.compiler.functionalize import functionalize
+from irframework.compiler.functionalize import donates, functionalize
 from irframework.compiler.inlining import LOWERED
 from irframework.compiler.lowering import Lowering
 from irframework.compiler.materialize import materialize
@@ -255,10 +255,10 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
         donate_inputs: Whether graph inputs may be overwritten. Which inputs share memory is in no cache key, so this
             must be False where the key is not made from the rewritten graph.
     """
-    holds_ir_ops = _holds_ir_ops(graph)
-    if holds_ir_ops or any(node.op == "get_attr" for node in graph.nodes):
+    report = current_report(create=_holds_ir_ops(graph))
+    if donates(graph):
         began = time.perf_counter()
-        report = current_report(create=holds_ir_ops) or Report()
+        report = report or Report()
         with Attempt.at(graph, report, nested=True).step("functionalize", first=True, optional=False):
             functionalize(graph, report, donate_inputs=donate_inputs)
         report.add_time("functionalize", time.perf_counter() - began)

@@ -22,7 +22,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from irframework.compiler.inlining import LOWERED
 from irframework.compiler.report import Report
 from irframework.errors import LoweringError
-from irframework.out_variants import out_variant_of, rewritten_by_torch
+from irframework.out_variants import out_variant_of, outputs_of, rewritten_by_torch
 
 _aten = torch.ops.aten
 
@@ -66,7 +66,7 @@ def _torch_does_it_right(node: Node, out: Any) -> bool:
         return False
     if several:  # a buffer of an output that nothing reads is never allocated
         return {user.args[1] for user in node.users if _is_needed(user)} == set(range(len(values)))
-    if _written(out) != ["out"]:
+    if outputs_of(out) != ["out"]:
         return False
     if node.kwargs or len(node.args) != len(node.target._schema.arguments):  # type: ignore[union-attr]
         return False
@@ -83,7 +83,7 @@ def _is_needed(node: Node) -> bool:
 def _write_out(graph: Graph, node: Node, out: Any, sizes: _Sizes) -> None:
     values = node.meta["val"]
     several = isinstance(values, (tuple, list))
-    names = _written(out)
+    names = outputs_of(out)
     buffers: list[Node] = []
     with graph.inserting_before(node):
         for value in values if several else (values,):
@@ -108,10 +108,6 @@ def _write_out(graph: Graph, node: Node, out: Any, sizes: _Sizes) -> None:
     else:
         node.replace_all_uses_with(buffers[0], delete_user_cb=lambda user: user is not call)
     graph.erase_node(node)
-
-
-def _written(out: Any) -> list[str]:
-    return [argument.name for argument in out._schema.arguments if argument.alias_info is not None]
 
 
 class _Sizes:

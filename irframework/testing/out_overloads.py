@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from irframework.out_variants import out_variant_of
+from irframework.memory import place_of
+from irframework.out_variants import out_variant_of, outputs_of
 
 
 class OutOverloads(TorchDispatchMode):
@@ -44,14 +45,14 @@ def _problem(overload: Any, args: Sequence[Any], kwargs: dict[str, Any], results
     given = [_poisoned(result) for result in results]
     handed = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
     before = [tensor.clone() for tensor in handed]
-    places = [_place(tensor) for tensor in given]
-    names = [argument.name for argument in overload._schema.arguments if argument.alias_info is not None]
+    places = [place_of(tensor) for tensor in given]
+    names = outputs_of(overload)
     try:
         overload(*args, **kwargs, **dict(zip(names, given, strict=True)))
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
     for name, place, tensor, result in zip(names, places, given, results, strict=True):
-        if _place(tensor) != place:
+        if place_of(tensor) != place:
             return f"gives {name!r} another size or memory"
         if not torch.allclose(tensor, result, rtol=0, atol=0, equal_nan=True):
             return f"leaves other values in {name!r} than the op returns"
@@ -66,7 +67,3 @@ def _poisoned(like: Tensor) -> Tensor:
     if like.is_floating_point() or like.is_complex():
         return torch.full_like(like, float("nan"))
     return torch.full_like(like, True if like.dtype is torch.bool else torch.iinfo(like.dtype).max)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()

@@ -21,7 +21,7 @@ from irframework import contract
 from irframework.contract import Breach, described_call, described_tensor, titled
 from irframework.dispatch import tensors_of
 from irframework.errors import ImplementationContractError, LoweringError
-from irframework.memory import storage_key
+from irframework.memory import place_of, storage_key
 from irframework.op import NATIVE, IrOp
 from irframework.testing.out_overloads import OutOverloads
 from irframework.testing.samples import Sample, laid_out, map_tensors
@@ -230,13 +230,13 @@ class _Memory:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.place = _place(tensor)
+        self.place = place_of(tensor)
         self.bytes = _storage_bytes(tensor)
         self.values = tensor.detach().clone()
 
     def changes(self) -> tuple[bool, bool]:
         """Whether the tensor's bytes or its layout changed, and whether other bytes of its storage did."""
-        if _place(self.tensor) != self.place:
+        if place_of(self.tensor) != self.place:
             return True, False
         now = _storage_bytes(self.tensor)
         if torch.equal(now, self.bytes):
@@ -246,11 +246,6 @@ class _Memory:
         part.set_(inside.untyped_storage(), self.tensor.storage_offset(), self.tensor.shape, self.tensor.stride())
         part.copy_(self.values)
         return not torch.equal(inside, now), not torch.equal(inside, self.bytes)
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies: `resize_`, `t_` and the like change it, and leave the bytes as they were."""
-    return storage_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
