@@ -7,14 +7,37 @@ name in the registry, whoever declared it.
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from irframework.ops.activation import gelu_and_mul, silu_and_mul
+from irframework.ops.fused_quantization import (
+    fused_add_rms_norm_dynamic_quant_fp8,
+    fused_add_rms_norm_static_quant_fp8,
+    rms_norm_dynamic_quant_fp8,
+    rms_norm_static_quant_fp8,
+    silu_and_mul_dynamic_quant_fp8,
+    silu_and_mul_static_quant_fp8,
+)
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
+from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8
 from irframework.ops.rotary import rotary_embedding
 from irframework.registry import registry as _registry
 
 if _TYPE_CHECKING:
     from irframework.op import IrOp
 
-__all__ = ["fused_add_rms_norm", "gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
+__all__ = [
+    "dynamic_quant_fp8",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+    "fused_add_rms_norm_static_quant_fp8",
+    "gelu_and_mul",
+    "rms_norm",
+    "rms_norm_dynamic_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "rotary_embedding",
+    "silu_and_mul",
+    "silu_and_mul_dynamic_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "static_quant_fp8",
+]
 
 
 def __getattr__(name: str) -> "IrOp":
