@@ -4,19 +4,9 @@
 #pragma once
 #include <cstdint>
 
+#include "../common/rows.h"
+
 namespace irframework_vllm_c {
-
-enum class Type : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
-
-constexpr int kMaxLeadingDims = 8;
-
-// Offsets, in elements, of the rows of a tensor whose last dimension is dense. Adjacent dimensions that can be
-// walked with one stride are merged, so a contiguous tensor has one.
-struct Rows {
-  int dims = 0;
-  int64_t size[kMaxLeadingDims] = {};
-  int64_t stride[kMaxLeadingDims] = {};
-};
 
 struct NormArgs {
   const void* x;

@@ -10,7 +10,7 @@
 #include <string>
 #include <tuple>
 
-#include "checks.h"
+#include "../common/checks.h"
 #include "kernels.h"
 
 namespace irframework_vllm_c {
@@ -283,6 +283,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def(
       "rotary_embedding_query(Tensor positions, Tensor query, Tensor cos_sin_cache, int head_size, bool is_neox)"
       " -> Tensor");
+  m.def("fused_add_rms_norm_functional(Tensor x, Tensor x_residual, Tensor? weight, float epsilon) -> (Tensor, Tensor)");
+  m.def("static_quant_fp8(Tensor x, Tensor scale) -> Tensor");
+  m.def("dynamic_quant_fp8(Tensor x) -> (Tensor, Tensor)");
+  m.def("rms_norm_static_quant_fp8(Tensor x, Tensor? weight, Tensor scale, float epsilon) -> Tensor");
+  m.def("rms_norm_dynamic_quant_fp8(Tensor x, Tensor? weight, float epsilon) -> (Tensor, Tensor)");
+  m.def(
+      "fused_add_rms_norm_static_quant_fp8(Tensor x, Tensor(a!) x_residual, Tensor? weight, Tensor scale, "
+      "float epsilon) -> Tensor");
+  m.def(
+      "fused_add_rms_norm_dynamic_quant_fp8(Tensor x, Tensor(a!) x_residual, Tensor? weight, float epsilon)"
+      " -> (Tensor, Tensor)");
+  m.def("silu_and_mul_static_quant_fp8(Tensor x, Tensor scale) -> Tensor");
+  m.def("silu_and_mul_dynamic_quant_fp8(Tensor x) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) {

@@ -91,6 +91,26 @@ def _rotated(positions: Tensor, query: Tensor, *_: object) -> Tensor:
     return _like(query)
 
 
+def _pair_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
+def _codes(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+
+
+def _codes_and_scales(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _codes(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _gated_codes(x: Tensor, *_: object) -> Tensor:
+    return _codes(_gated(x))
+
+
+def _gated_codes_and_scales(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _codes_and_scales(_gated(x))
+
+
 def _nothing(*_: object) -> None:
     return None
 
@@ -104,6 +124,15 @@ def _register_fakes() -> None:
         "gelu_and_mul": _gated,
         "rotary_embedding": _rotated_pair,
         "rotary_embedding_query": _rotated,
+        "fused_add_rms_norm_functional": _pair_like,
+        "static_quant_fp8": _codes,
+        "dynamic_quant_fp8": _codes_and_scales,
+        "rms_norm_static_quant_fp8": _codes,
+        "rms_norm_dynamic_quant_fp8": _codes_and_scales,
+        "fused_add_rms_norm_static_quant_fp8": _codes,
+        "fused_add_rms_norm_dynamic_quant_fp8": _codes_and_scales,
+        "silu_and_mul_static_quant_fp8": _gated_codes,
+        "silu_and_mul_dynamic_quant_fp8": _gated_codes_and_scales,
     }
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake)

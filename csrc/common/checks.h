@@ -1,5 +1,5 @@
-// Owns reading a tensor through the stable ABI and checking what the kernels need of it. Every check names the op, the
-// argument and what was found, and happens before anything is launched.
+// Owns reading a tensor through the stable ABI and checking what the kernels need of it, on the CPU and on GPUs alike.
+// Every check names the op, the argument and what was found, and happens before anything is launched.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels.h"
+#include "rows.h"
 
 namespace irframework_vllm_c {
 
@@ -20,6 +20,32 @@ using torch::stable::Tensor;
 
 // ---- reading tensors ---------------------------------------------------------------------------------------------
 
+struct Device {
+  int32_t type;
+  int32_t index;  // always 0 on the CPU
+
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+};
+
+inline Device cpu_device() {
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  return {cpu, 0};
+}
+
+inline Device device_of(const Tensor& tensor) {
+  Device device{};
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
+  if (device.type == cpu_device().type) return device;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
+  return device;
+}
+
+inline std::string name_of(const Device& device) {
+  static const int32_t cuda = aoti_torch_device_type_cuda();
+  if (device == cpu_device()) return "the CPU";
+  return (device.type == cuda ? "cuda:" : "device " + std::to_string(device.type) + ":") + std::to_string(device.index);
+}
+
 // What the checks need of a tensor, read once.
 struct View {
   const char* name;
@@ -28,6 +54,7 @@ struct View {
   const int64_t* sizes;
   const int64_t* strides;
   int32_t dtype;
+  Device device;
 
   int64_t size(int64_t dim) const { return sizes[dim < 0 ? dims + dim : dim]; }
   int64_t stride(int64_t dim) const { return strides[dim < 0 ? dims + dim : dim]; }
@@ -38,10 +65,13 @@ struct View {
   }
 };
 
-inline View view_of(const char* op, const char* name, const Tensor& tensor) {
-  View v{name, tensor.get(), tensor.dim(), tensor.sizes().data(), tensor.strides().data(), 0};
+// Refuses a tensor that is not on the device on which the kernel runs.
+inline View view_of(const char* op, const char* name, const Tensor& tensor, const Device& on = cpu_device()) {
+  View v{name, tensor.get(), tensor.dim(), tensor.sizes().data(), tensor.strides().data(), 0, device_of(tensor)};
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.handle, &v.dtype));
-  if (!tensor.is_cpu()) fail(op, std::string(name) + " is not on the CPU");
+  if (!(v.device == on)) {
+    fail(op, std::string(name) + " is not on " + name_of(on) + " but on " + name_of(v.device));
+  }
   return v;
 }
 
@@ -72,16 +102,29 @@ inline void* data_of(const View& v) {
   return data;
 }
 
-// A caller's tensor to write to: contiguous, of the shape and dtype that the op's result would have.
-inline void check_output(const char* op, const char* name, const Tensor& out, const View& like, const int64_t* sizes) {
-  const View v = view_of(op, name, out);
-  bool fits = v.dtype == like.dtype && v.dims == like.dims && out.is_contiguous();
+// A caller's tensor to write to: contiguous, of the shape and dtype that the op's result would have. `dtype` is that of
+// `like`, unless it is given.
+inline void check_output(const char* op, const char* name, const Tensor& out, const View& like, const int64_t* sizes,
+                         const int32_t* dtype = nullptr) {
+  const View v = view_of(op, name, out, like.device);
+  bool fits = v.dtype == (dtype != nullptr ? *dtype : like.dtype) && v.dims == like.dims && out.is_contiguous();
   for (int64_t d = 0; fits && d < v.dims; ++d) fits = v.sizes[d] == sizes[d];
   if (fits) return;
   View wanted = like;
   wanted.sizes = sizes;
-  fail(op, std::string(name) + " must be contiguous, with the dtype of " + like.name + " and shape " +
-               shape_of(wanted) + ", got shape " + shape_of(v));
+  const std::string type = dtype != nullptr ? "the dtype of the op's result" : "the dtype of " + std::string(like.name);
+  fail(op, std::string(name) + " must be contiguous, with " + type + " and shape " + shape_of(wanted) + ", got shape " +
+               shape_of(v));
+}
+
+// The scale of static quantisation: one float32 number on the device of the other tensors. Its value is not read here.
+inline const float* scale_data(const char* op, const Tensor& scale, const Device& on) {
+  static const int32_t f32 = aoti_torch_dtype_float32();
+  const View v = view_of(op, "scale", scale, on);
+  if (v.dtype != f32 || v.numel() != 1) {
+    fail(op, "scale must hold one float32 number, got shape " + shape_of(v) + (v.dtype != f32 ? ", another dtype" : ""));
+  }
+  return static_cast<const float*>(data_of(v));
 }
 
 inline void check_rank(const char* op, const View& v, int64_t least) {
