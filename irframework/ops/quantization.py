@@ -40,8 +40,9 @@ def _codes(h: Tensor, scale: Tensor) -> Tensor:
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantise with a scale that is known before: `q = round(clamp(x * (1 / scale), -448, 448))`, so `x ~ q * scale`.
 
-    Computed in float32 (float64 for float64 x) and rounded to nearest even once. Infinities become the largest code,
-    NaN stays NaN.
+    Computed in float32 and rounded to nearest even once (float64 x in float64, which torch rounds to float32 first).
+    Infinities become the largest code, NaN stays NaN. For gradients rounding is the identity, clamping a stop, and the
+    gradient of codes is float8 as well (`docs/training.md`).
 
     Args:
         x: `[...]`, floating point.
@@ -64,8 +65,9 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
 def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise each row (token) with a scale of its own: `scale = max(|row|) / 448; q = round(row * (1 / scale))`.
 
-    The scale is at least `1 / (448 * 512)`, so a row of zeros gives zeros. Computed in float32 (float64 for float64 x);
-    codes are clamped to +-448 and rounded to nearest even. A NaN in a row makes its scale and its codes NaN.
+    The scale is at least `1 / (448 * 512)`, so a row of zeros gives zeros. Computed and rounded as `static_quant_fp8`.
+    A NaN in a row makes its scale and its codes NaN; an infinity makes the scale infinite, its own code NaN and the
+    others zero.
 
     Args:
         x: `[..., hidden]`, floating point.
