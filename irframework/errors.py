@@ -116,6 +116,10 @@ class DeviceUnavailableError(IrError, RuntimeError):
     """A device was named that torch cannot use on this machine."""
 
 
+class NothingToMeasureError(IrError, RuntimeError):
+    """A benchmark was asked for, and nobody here takes any of its calls."""
+
+
 def use_after_donation(what: str, op: str, argument: str, use: str, donated_at: str, used_at: str) -> DonationError:
     """The error for a use after donation, in the words that eager mode and the compiler share.
 

@@ -19,6 +19,7 @@ _COMMANDS = {
     "ops": "the registered ops and their implementations",
     "explain": "how one call would be decided, and why",
     "check": "whether implementations keep their op's contract",
+    "bench": "how fast everyone who can run an op is here, beside a copy",
     "bisect": "find the op, its place and the kernel that make a program fail",
 }
 

@@ -29,7 +29,7 @@ def test_an_unknown_command_is_wrong_usage() -> None:
     assert left.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["run", "doctor", "ops", "explain"])
+@pytest.mark.parametrize("command", ["run", "doctor", "ops", "explain", "bench"])
 def test_every_command_takes_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
