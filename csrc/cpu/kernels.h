@@ -1,4 +1,4 @@
-// Owns the interface between the torch side (ops.cpp) and the kernels that are compiled once per instruction set:
+// Owns the interface between the torch side (*_ops.cpp) and the kernels that are compiled once per instruction set:
 // plain argument structs and a table of functions. No torch header, no std template: what is compiled with AVX-512
 // flags must not leave behind an inline function that the linker could pick for everybody.
 #pragma once
@@ -8,29 +8,54 @@
 
 namespace irframework_vllm_c {
 
+// What becomes of a result: it is stored, or made into codes of float8_e4m3fn with a given scale (`scale`, one number) or
+// with a scale of its own for each row (written to `scales`).
+enum class Quantisation : int32_t { none, fixed, dynamic };
+
 struct NormArgs {
   const void* x;
-  void* residual;      // fused_add_rms_norm only: read, and written with x + residual
-  const void* weight;  // may be null
-  void* out;           // rms_norm: fresh and contiguous; fused_add_rms_norm: x itself
+  const void* residual;  // null: no addition
+  void* sum;             // x + residual; may be the residual itself
+  const void* weight;    // may be null
+  void* out;             // the norm, or its codes; the norm may be x itself
+  const float* scale;
+  float* scales;
   Rows x_rows;
   Rows residual_rows;
+  Rows sum_rows;
   Rows out_rows;
   int64_t cols;
   float epsilon;
   Type type;
   Type weight_type;
-  bool stream;       // write around the caches: the output is larger than they are
+  Quantisation quantisation;
+  bool stream;  // write around the caches: the output is larger than they are
 };
 
 enum class Gate : int32_t { silu, gelu_erf, gelu_tanh };
 
 struct GateArgs {
   const void* x;  // rows of 2 * cols
-  void* out;      // contiguous rows of cols
+  void* out;      // contiguous rows of cols, or of codes
+  const float* scale;
+  float* scales;
   Rows x_rows;
   int64_t cols;
-  Gate gate;
+  Gate gate;  // only silu is quantised
+  Type type;
+  Quantisation quantisation;
+  bool stream;
+};
+
+// Row r is written to codes[r * cols]; `numel` bounds the last row, where x is cut into rows regardless of its shape.
+struct QuantArgs {
+  const void* x;
+  uint8_t* codes;
+  const float* scale;  // null: one scale for each row
+  float* scales;
+  Rows x_rows;
+  int64_t cols;
+  int64_t numel;
   Type type;
   bool stream;
 };
@@ -57,13 +82,14 @@ struct RotaryArgs {
   Type cache_type;
 };
 
-// Each function works on rows (or tokens) [begin, end); a row is computed the same way whatever the range is.
+// Each function works on rows (or tokens) [begin, end); a row is computed the same way whatever the range is. `scratch`
+// holds one row of what is quantised with a scale of its own, in the type of x; else it may be null.
 struct Kernels {
   const char* isa;
-  void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);
-  void (*fused_add_rms_norm)(const NormArgs&, int64_t begin, int64_t end);
-  void (*gated)(const GateArgs&, int64_t begin, int64_t end);
-  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end);
+  void (*norm)(const NormArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*gated)(const GateArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*quantised)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
 extern const Kernels kPlainKernels;

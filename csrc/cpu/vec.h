@@ -18,6 +18,7 @@ struct f16 {
 };
 
 #define IRF_INLINE static inline __attribute__((always_inline))
+#define IRF_MEMBER inline __attribute__((always_inline))
 
 constexpr int W = IRF_WIDTH;
 

@@ -1,0 +1,85 @@
+// Owns the ops silu_and_mul and gelu_and_mul on the CPU, and silu_and_mul with a quantisation: their checks, outputs and
+// arguments.
+#include "launch.h"
+#include "ops.h"
+
+namespace irframework_vllm_c {
+namespace {
+
+GateArgs gate_arguments(const char* op, const View& x, Gate gate) {
+  check_rank(op, x, 1);
+  check_dense_rows(op, x);
+  GateArgs args{};
+  args.type = floating_type(op, x);
+  args.gate = gate;
+  if (x.size(-1) % 2 != 0) {
+    fail(op, "the last dimension of x must be even (gate and up halves), got " + std::to_string(x.size(-1)));
+  }
+  args.cols = x.size(-1) / 2;
+  args.x_rows = rows_of(op, x, x.dims - 1);
+  args.x = data_of(x);
+  return args;
+}
+
+// Writes to `given`, or else to a new tensor.
+Tensor gated(const char* op, const Tensor& x, Gate gate, const Tensor* given = nullptr) {
+  const View view = view_of(op, "x", x);
+  GateArgs args = gate_arguments(op, view, gate);
+  const Sizes sizes = sizes_with_last(op, view, args.cols);
+  Tensor out = output_for(op, "out", given, view, sizes.at, view.dtype);
+  args.out = out.data_ptr();
+  const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.stream = rows * row_bytes >= kStreamBytes;
+  if (rows > 0 && args.cols > 0) run(active_kernels().gated, args, rows, 3 * row_bytes);
+  return out;
+}
+
+CodesAndScales quantised(const char* op, const Tensor& x, const Tensor* scale, const Tensor* out = nullptr,
+                         const Tensor* scales_out = nullptr) {
+  const View view = view_of(op, "x", x);
+  GateArgs args = gate_arguments(op, view, Gate::silu);
+  const Sizes sizes = sizes_with_last(op, view, args.cols);
+  const bool dynamic = scale == nullptr;
+  if (!dynamic) args.scale = scale_data(op, *scale, view.device);
+  Tensor codes = output_for(op, dynamic ? "out0" : "out", out, view, sizes.at, code_dtype());
+  Tensor scales = dynamic ? scales_for(op, view, scales_out) : codes;
+  args.out = codes.data_ptr();
+  args.quantisation = dynamic ? Quantisation::dynamic : Quantisation::fixed;
+  if (dynamic) args.scales = static_cast<float*>(scales.data_ptr());
+  const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.stream = rows * args.cols >= kStreamBytes;
+  if (rows > 0) run(active_kernels().gated, args, rows, 2 * row_bytes + args.cols, dynamic ? row_bytes : 0);
+  return {codes, scales};
+}
+
+}  // namespace
+
+Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", x, Gate::silu); }
+
+Tensor gelu_and_mul(const Tensor& x, bool tanh_approximation) {
+  return gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf);
+}
+
+void silu_and_mul_out(const Tensor& x, Tensor out) { gated("silu_and_mul", x, Gate::silu, &out); }
+
+void gelu_and_mul_out(const Tensor& x, bool tanh_approximation, Tensor out) {
+  gated("gelu_and_mul", x, tanh_approximation ? Gate::gelu_tanh : Gate::gelu_erf, &out);
+}
+
+Tensor silu_and_mul_static_quant_fp8(const Tensor& x, const Tensor& scale) {
+  return std::get<0>(quantised("silu_and_mul_static_quant_fp8", x, &scale));
+}
+
+void silu_and_mul_static_quant_fp8_out(const Tensor& x, const Tensor& scale, Tensor out) {
+  quantised("silu_and_mul_static_quant_fp8", x, &scale, &out);
+}
+
+CodesAndScales silu_and_mul_dynamic_quant_fp8(const Tensor& x) {
+  return quantised("silu_and_mul_dynamic_quant_fp8", x, nullptr);
+}
+
+void silu_and_mul_dynamic_quant_fp8_out(const Tensor& x, Tensor out0, Tensor out1) {
+  quantised("silu_and_mul_dynamic_quant_fp8", x, nullptr, &out0, &out1);
+}
+
+}  // namespace irframework_vllm_c

@@ -1,0 +1,95 @@
+// Owns silu_and_mul and gelu_and_mul, plain and (silu) quantising. Included by kernels_body.h, inside the namespace of
+// one instruction set.
+
+template <Gate kGate>
+IRF_INLINE F activation(F x) {
+  if (kGate == Gate::silu) return silu(x);
+  if (kGate == Gate::gelu_erf) return gelu_erf(x);
+  return gelu_tanh(x);
+}
+
+template <Gate kGate, typename T, typename Sink>
+IRF_INLINE void gate_row(const T* x, Sink& sink, int64_t cols) {
+  const T* up = x + cols;
+  int64_t i = 0;
+  for (; i + 2 * W <= cols; i += 2 * W) {
+    const Two v = load_two<T>(x + i), u = load_two<T>(up + i);
+    sink.two(i, {rounded<T>(activation<kGate>(v.a)) * u.a, rounded<T>(activation<kGate>(v.b)) * u.b});
+  }
+  for (; i < cols; i += W) {
+    const int64_t count = cols - i < W ? cols - i : W;
+    sink.some(i, rounded<T>(activation<kGate>(load(x + i, count))) * load(up + i, count), count);
+  }
+}
+
+// Returns whether it streamed.
+template <Gate kGate, typename T>
+IRF_INLINE bool gate_to_tensor(const GateArgs& a, const T* x, T* out) {
+  if (a.stream && may_stream(out, a.cols)) {
+    TensorSink<true, T> sink{out};
+    gate_row<kGate>(x, sink, a.cols);
+    return true;
+  }
+  TensorSink<false, T> sink{out};
+  gate_row<kGate>(x, sink, a.cols);
+  return false;
+}
+
+template <Gate kGate, typename T>
+IRF_INLINE bool gate_to_codes(const GateArgs& a, const T* x, uint8_t* codes, int64_t row, T* scratch) {
+  if (a.quantisation == Quantisation::dynamic) {
+    MeasuringSink<T> sink{scratch, {U{}}};
+    gate_row<kGate>(x, sink, a.cols);
+    a.scales[row] = scale_of(sink.largest.value());
+    return quantise_row((const T*)scratch, codes, 1.0f / a.scales[row], a.cols, a.stream);
+  }
+  const float inverse = 1.0f / *a.scale;
+  if (a.stream && may_stream(codes, a.cols)) {
+    CodeSink<true, T> sink{codes, inverse};
+    gate_row<kGate>(x, sink, a.cols);
+    return true;
+  }
+  CodeSink<false, T> sink{codes, inverse};
+  gate_row<kGate>(x, sink, a.cols);
+  return false;
+}
+
+template <Gate kGate, typename T>
+static void gate_rows(const GateArgs& a, int64_t begin, int64_t end, void* scratch) {
+  RowCursor cursor;
+  seek(cursor, a.x_rows, begin);
+  bool streamed = false;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = (const T*)a.x + cursor.offset;
+    if (kGate != Gate::silu || a.quantisation == Quantisation::none) {
+      streamed |= gate_to_tensor<kGate>(a, x, (T*)a.out + row * a.cols);
+    } else {
+      streamed |= gate_to_codes<Gate::silu>(a, x, (uint8_t*)a.out + row * a.cols, row, (T*)scratch);
+    }
+    advance(cursor);
+  }
+  if (streamed) finish_stream();
+}
+
+template <typename T>
+static void gated_of_type(const GateArgs& a, int64_t begin, int64_t end, void* scratch) {
+  switch (a.gate) {
+    case Gate::silu:
+      return gate_rows<Gate::silu, T>(a, begin, end, scratch);
+    case Gate::gelu_erf:
+      return gate_rows<Gate::gelu_erf, T>(a, begin, end, scratch);
+    case Gate::gelu_tanh:
+      return gate_rows<Gate::gelu_tanh, T>(a, begin, end, scratch);
+  }
+}
+
+static void gated(const GateArgs& a, int64_t begin, int64_t end, void* scratch) {
+  switch (a.type) {
+    case Type::f32:
+      return gated_of_type<float>(a, begin, end, scratch);
+    case Type::bf16:
+      return gated_of_type<bf16>(a, begin, end, scratch);
+    case Type::f16:
+      return gated_of_type<f16>(a, begin, end, scratch);
+  }
+}

@@ -1,0 +1,183 @@
+// Owns the ops rms_norm and fused_add_rms_norm on the CPU, alone and with a quantisation: their checks, outputs and
+// arguments.
+#include <torch/csrc/stable/ops.h>
+
+#include "launch.h"
+#include "ops.h"
+
+namespace irframework_vllm_c {
+namespace {
+
+// Replaces a weight that is not dense by a copy, which the caller keeps alive.
+NormArgs norm_arguments(const char* op, const View& x, OptionalTensor& weight, double epsilon) {
+  check_rank(op, x, 1);
+  check_dense_rows(op, x);
+  NormArgs args{};
+  args.type = args.weight_type = floating_type(op, x);
+  args.cols = x.size(-1);
+  args.epsilon = static_cast<float>(epsilon);
+  args.x = data_of(x);
+  args.x_rows = rows_of(op, x, x.dims - 1);
+  args.out_rows = contiguous_rows(product(x, x.dims - 1), args.cols);
+  if (weight) {
+    const View w = view_of(op, "weight", *weight, x.device);
+    args.weight_type = floating_type(op, w);
+    if (w.dims != 1 || w.size(0) != args.cols) {
+      fail(op, "weight must have shape [" + std::to_string(args.cols) + "], the last dimension of x, got " +
+                   shape_of(w));
+    }
+    if (args.cols > 1 && w.stride(0) != 1) weight = torch::stable::contiguous(*weight);
+    args.weight = weight->data_ptr();
+  }
+  return args;
+}
+
+// The residual is read; unless set otherwise, the sum replaces it.
+void add_residual(const char* op, const View& x, const View& residual, NormArgs& args) {
+  check_same_shape(op, x, residual);
+  check_dense_rows(op, residual);
+  if (residual.dtype != x.dtype) fail(op, "x_residual must have the dtype of x");
+  args.residual = args.sum = data_of(residual);
+  args.residual_rows = args.sum_rows = rows_of(op, residual, residual.dims - 1);
+}
+
+void check_overwritten_residual(const char* op, const View& residual, const NormArgs& args) {
+  if (residual.numel() == 0) return;
+  check_distinct_rows(op, residual, args.residual_rows);
+  if (args.x == args.residual) fail(op, "x_residual is written to, so it must not be the same memory as x");
+}
+
+// Tensors that move for each row: x and the norm, or x, the residual and the sum, and the norm.
+void run_norm(const View& x, NormArgs& args, Tensor& out, int64_t tensors) {
+  args.out = out.data_ptr();
+  const int64_t rows = product(x, x.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.stream = rows * row_bytes >= kStreamBytes;
+  if (rows > 0 && args.cols > 0) run(active_kernels().norm, args, rows, tensors * row_bytes);
+}
+
+// Quantises the norm: with `scale`, or with one for each row if that is null.
+CodesAndScales quantised(const char* op, const View& x, NormArgs& args, const Tensor* scale, const Tensor* out = nullptr,
+                         const Tensor* scales_out = nullptr) {
+  const bool dynamic = scale == nullptr;
+  if (!dynamic) args.scale = scale_data(op, *scale, x.device);
+  Tensor codes = output_for(op, dynamic ? "out0" : "out", out, x, x.sizes, code_dtype());
+  Tensor scales = dynamic ? scales_for(op, x, scales_out) : codes;
+  args.out = codes.data_ptr();
+  args.quantisation = dynamic ? Quantisation::dynamic : Quantisation::fixed;
+  if (dynamic) args.scales = static_cast<float*>(scales.data_ptr());
+  const int64_t rows = product(x, x.dims - 1), row_bytes = args.cols * bytes_of(args.type);
+  args.stream = rows * args.cols >= kStreamBytes;
+  const int64_t moved = (args.residual != nullptr ? 3 : 1) * row_bytes + args.cols;
+  if (rows > 0) run(active_kernels().norm, args, rows, moved, dynamic ? row_bytes : 0);
+  return {codes, scales};
+}
+
+}  // namespace
+
+// ---- rms_norm ----------------------------------------------------------------------------------------------------
+
+static Tensor rms_norm_to(const Tensor& x, OptionalTensor& weight, double epsilon, const Tensor* given) {
+  const char* op = "rms_norm";
+  const View view = view_of(op, "x", x);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  Tensor out = output_for(op, "out", given, view, view.sizes, view.dtype);
+  run_norm(view, args, out, 2);
+  return out;
+}
+
+Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon) {
+  return rms_norm_to(x, weight, epsilon, nullptr);
+}
+
+void rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out) {
+  rms_norm_to(x, weight, epsilon, &out);
+}
+
+static CodesAndScales rms_norm_quantised(const char* op, const Tensor& x, OptionalTensor& weight, const Tensor* scale,
+                                         double epsilon, const Tensor* out, const Tensor* scales_out) {
+  const View view = view_of(op, "x", x);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  return quantised(op, view, args, scale, out, scales_out);
+}
+
+Tensor rms_norm_static_quant_fp8(const Tensor& x, OptionalTensor weight, const Tensor& scale, double epsilon) {
+  return std::get<0>(
+      rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, epsilon, nullptr, nullptr));
+}
+
+void rms_norm_static_quant_fp8_out(const Tensor& x, OptionalTensor weight, const Tensor& scale, double epsilon,
+                                   Tensor out) {
+  rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, epsilon, &out, nullptr);
+}
+
+CodesAndScales rms_norm_dynamic_quant_fp8(const Tensor& x, OptionalTensor weight, double epsilon) {
+  return rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, epsilon, nullptr, nullptr);
+}
+
+void rms_norm_dynamic_quant_fp8_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out0, Tensor out1) {
+  rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, epsilon, &out0, &out1);
+}
+
+// ---- fused_add_rms_norm ------------------------------------------------------------------------------------------
+
+void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
+  const char* op = "fused_add_rms_norm";
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  add_residual(op, view, residual, args);
+  args.out_rows = args.x_rows;
+  const int64_t rows = product(view, view.dims - 1);
+  if (rows == 0 || args.cols == 0) return;
+  check_distinct_rows(op, view, args.x_rows);
+  check_distinct_rows(op, residual, args.residual_rows);
+  args.out = data_of(view);
+  if (args.x == args.residual) fail(op, "x and x_residual are both written to, so they must not be the same memory");
+  run(active_kernels().norm, args, rows, 4 * args.cols * bytes_of(args.type));
+}
+
+static std::tuple<Tensor, Tensor> fused_add_rms_norm_to(const Tensor& x, const Tensor& x_residual,
+                                                        OptionalTensor& weight, double epsilon, const Tensor* given,
+                                                        const Tensor* given_sum) {
+  const char* op = "fused_add_rms_norm_functional";
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  add_residual(op, view, residual, args);
+  Tensor out = output_for(op, "out0", given, view, view.sizes, view.dtype);
+  Tensor sum = output_for(op, "out1", given_sum, view, view.sizes, view.dtype);
+  args.sum = sum.data_ptr();
+  args.sum_rows = args.out_rows;
+  run_norm(view, args, out, 4);
+  return {out, sum};
+}
+
+std::tuple<Tensor, Tensor> fused_add_rms_norm_functional(const Tensor& x, const Tensor& x_residual,
+                                                         OptionalTensor weight, double epsilon) {
+  return fused_add_rms_norm_to(x, x_residual, weight, epsilon, nullptr, nullptr);
+}
+
+void fused_add_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                       double epsilon, Tensor out0, Tensor out1) {
+  fused_add_rms_norm_to(x, x_residual, weight, epsilon, &out0, &out1);
+}
+
+static CodesAndScales fused_add_quantised(const char* op, const Tensor& x, const Tensor& x_residual,
+                                          OptionalTensor& weight, const Tensor* scale, double epsilon) {
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  add_residual(op, view, residual, args);
+  check_overwritten_residual(op, residual, args);
+  return quantised(op, view, args, scale);
+}
+
+Tensor fused_add_rms_norm_static_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                           const Tensor& scale, double epsilon) {
+  return std::get<0>(
+      fused_add_quantised("fused_add_rms_norm_static_quant_fp8", x, x_residual, weight, &scale, epsilon));
+}
+
+CodesAndScales fused_add_rms_norm_dynamic_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                                    double epsilon) {
+  return fused_add_quantised("fused_add_rms_norm_dynamic_quant_fp8", x, x_residual, weight, nullptr, epsilon);
+}
+
+}  // namespace irframework_vllm_c
