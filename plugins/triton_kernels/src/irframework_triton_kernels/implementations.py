@@ -4,6 +4,7 @@ Imports the kernels, and with them Triton, at the first call.
 """
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import irframework as ir
+from irframework.conditions import Supports
 from irframework_triton_kernels.availability import triton_runs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,6 +49,28 @@ def add_norm_fits(
     return variance_fits(x, variance_size)
 
 
+def one_number(scale: Tensor) -> bool | ir.Rejected:
+    """A scale of several numbers is a mistake that native explains."""
+    return scale.numel() == 1 or ir.reject(f"scale has shape {tuple(scale.shape)}, must be one number")
+
+
+def scale_fits(x: Tensor, scale: Tensor) -> bool | ir.Rejected:
+    """See `one_number`."""
+    return one_number(scale)
+
+
+def norm_scale_fits(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> bool | ir.Rejected:
+    """See `one_number`."""
+    return one_number(scale)
+
+
+def add_norm_scale_fits(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> bool | ir.Rejected:
+    """See `one_number`."""
+    return one_number(scale)
+
+
 def heads_fit(
     positions: Tensor,
     query: Tensor,
@@ -72,12 +96,9 @@ def heads_fit(
     return True
 
 
-NORM: dict[str, Any] = {
-    "dtype": {"x": FLOATS, "weight": FLOATS},
-    "last_dim_of": {"weight": "x"},
-}
 # An odd last dimension is left to native, whose error message is the op's own.
-GATED: dict[str, Any] = {"dtype": FLOATS, "row_contiguous": ("x",), "multiple_of": {"x": 2}}
+GATED: dict[str, Any] = {"row_contiguous": ("x",), "multiple_of": {"x": 2}}
+SCALE: dict[str, Any] = {"scale": (torch.float32,)}
 
 
 # --- what is registered -------------------------------------------------------------------------------------------
@@ -87,6 +108,18 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
     """See `irframework.ops.rms_norm`."""
     y: Tensor = _launch().rms_norm(x, weight, epsilon, variance_size)
     return y
+
+
+def rms_norm_static_quant_fp8(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> Tensor:
+    """See `irframework.ops.rms_norm_static_quant_fp8`."""
+    q: Tensor = _launch().rms_norm_static_quant_fp8(x, weight, scale, epsilon)
+    return q
+
+
+def rms_norm_dynamic_quant_fp8(x: Tensor, weight: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.rms_norm_dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = _launch().rms_norm_dynamic_quant_fp8(x, weight, epsilon)
+    return pair
 
 
 def fused_add_rms_norm(
@@ -101,16 +134,58 @@ def fused_add_rms_norm(
     return pair
 
 
+def fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`. Writes to new memory, as `fused_add_rms_norm`."""
+    pair: tuple[Tensor, Tensor] = _launch().fused_add_rms_norm_static_quant_fp8(x, x_residual, weight, scale, epsilon)
+    return pair
+
+
+def fused_add_rms_norm_dynamic_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`. Writes to new memory, as `fused_add_rms_norm`."""
+    outputs: tuple[Tensor, Tensor, Tensor] = _launch().fused_add_rms_norm_dynamic_quant_fp8(
+        x, x_residual, weight, epsilon
+    )
+    return outputs
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `irframework.ops.silu_and_mul`."""
     y: Tensor = _launch().gated(x, "silu")
     return y
 
 
+def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.silu_and_mul_static_quant_fp8`."""
+    q: Tensor = _launch().silu_and_mul_static_quant_fp8(x, scale)
+    return q
+
+
+def silu_and_mul_dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.silu_and_mul_dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = _launch().silu_and_mul_dynamic_quant_fp8(x)
+    return pair
+
+
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """See `irframework.ops.gelu_and_mul`."""
     y: Tensor = _launch().gated(x, approximate)
     return y
+
+
+def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.static_quant_fp8`."""
+    q: Tensor = _launch().static_quant_fp8(x, scale)
+    return q
+
+
+def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = _launch().dynamic_quant_fp8(x)
+    return pair
 
 
 def rotary_embedding(
@@ -135,33 +210,40 @@ def rotary_embedding(
 
 def register(provider: str) -> None:
     """Registers every implementation under `provider`. A row's result never depends on the other rows (`tiles`)."""
-    common: dict[str, Any] = {"supported": triton_runs, "device_types": DEVICES, "batch_invariant": True}
-    ir.ops.rms_norm.register_impl(
-        provider, supports_args=ir.supports(row_contiguous=("x", "weight"), **NORM) & norm_fits, **common
-    )(rms_norm)
-    ir.ops.fused_add_rms_norm.register_impl(
-        provider,
-        supports_args=ir.supports(
-            same_dtype=("x", "x_residual"),
-            same_shape=("x", "x_residual"),
-            row_contiguous=("x", "x_residual", "weight"),
-            **NORM,
-        )
-        & add_norm_fits,
-        **common,
-    )(fused_add_rms_norm)
-    ir.ops.silu_and_mul.register_impl(provider, supports_args=ir.supports(**GATED), **common)(silu_and_mul)
-    ir.ops.gelu_and_mul.register_impl(
-        provider, supports_args=ir.supports(one_of={"approximate": ("none", "tanh")}, **GATED), **common
-    )(gelu_and_mul)
-    ir.ops.rotary_embedding.register_impl(
-        provider,
-        supports_args=ir.supports(
+
+    def add(fn: Callable[..., Any], conditions: Supports) -> None:
+        op: ir.IrOp = getattr(ir.ops, fn.__name__)
+        op.register_impl(
+            provider, supported=triton_runs, supports_args=conditions, device_types=DEVICES, batch_invariant=True
+        )(fn)
+
+    norm: dict[str, Any] = {"row_contiguous": ("x", "weight"), "last_dim_of": {"weight": "x"}}
+    add_norm: dict[str, Any] = {
+        "same_dtype": ("x", "x_residual"),
+        "same_shape": ("x", "x_residual"),
+        "row_contiguous": ("x", "x_residual", "weight"),
+        "last_dim_of": {"weight": "x"},
+    }
+    values = {"x": FLOATS, "weight": FLOATS}
+    add(rms_norm, ir.supports(dtype=values, **norm) & norm_fits)
+    add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **norm) & norm_scale_fits)
+    add(rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **norm))
+    add(fused_add_rms_norm, ir.supports(dtype=values, **add_norm) & add_norm_fits)
+    add(fused_add_rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **add_norm) & add_norm_scale_fits)
+    add(fused_add_rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **add_norm))
+    add(silu_and_mul, ir.supports(dtype=FLOATS, **GATED))
+    add(silu_and_mul_static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, **GATED) & scale_fits)
+    add(silu_and_mul_dynamic_quant_fp8, ir.supports(dtype=FLOATS, **GATED))
+    add(gelu_and_mul, ir.supports(dtype=FLOATS, one_of={"approximate": ("none", "tanh")}, **GATED))
+    add(static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, row_contiguous=("x",)) & scale_fits)
+    add(dynamic_quant_fp8, ir.supports(dtype=FLOATS, row_contiguous=("x",)))
+    add(
+        rotary_embedding,
+        ir.supports(
             dtype={"positions": INTEGERS, "query": FLOATS, "key": FLOATS, "cos_sin_cache": FLOATS},
             ndim={"cos_sin_cache": 2},
             contiguous=("positions",),
             row_contiguous=("query", "key", "cos_sin_cache"),
         )
         & heads_fit,
-        **common,
-    )(rotary_embedding)
+    )

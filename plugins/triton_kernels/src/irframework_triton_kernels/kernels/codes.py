@@ -1,0 +1,62 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+"""Codes of float8_e4m3fn: how float32 becomes one, and the scale of a row. Owns no kernel; the kernels end in these.
+
+Source of the format: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3.
+"""
+
+import triton
+import triton.language as tl
+
+# What a kernel stores: values of the dtype of its input, codes under a scale that is given, or under one of the row.
+VALUES = tl.constexpr(0)
+STATIC = tl.constexpr(1)
+DYNAMIC = tl.constexpr(2)
+
+LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(1 / (448 * 512))
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def codes_of(h, inverse, hardware: tl.constexpr):
+    """`h * inverse` as codes: float8e4nv where the device converts, else the same bits as uint8.
+
+    Clamped to +-448, rounded to nearest even once; NaN stays NaN.
+    """
+    h = tl.clamp(h * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if hardware:
+        return h.to(tl.float8e4nv)
+    else:
+        bits = h.to(tl.int32, bitcast=True)
+        magnitude = bits & MAGNITUDE
+        # From 2^-6 on: 3 bits of mantissa stay, and a carry out of the mantissa makes the next exponent. The exponent's
+        # bias is 7 instead of 127.
+        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        # Below, codes count steps of 2^-9, which is what the last bit of numbers from 2^14 on is worth.
+        small = (tl.abs(h) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(magnitude < 0x3C800000, small, normal)
+        code = tl.where(magnitude > INFINITY, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def largest_of(h):
+    """The largest magnitude of each row, as its bits, which have the order of what they mean; NaN is above all."""
+    return tl.max(h.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
+
+
+@triton.jit
+def scale_of(largest):
+    """The scales of rows with these largest magnitudes (bits). NaN is less than nothing, so it stays."""
+    scale = tl.math.div_rn(largest.to(tl.float32, bitcast=True), LARGEST)
+    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+
+
+@triton.jit
+def stored(y, h, inverse, mask, codes: tl.constexpr, hardware: tl.constexpr):
+    """Stores float32 values at `y`: as they are, rounded to its dtype, or as codes."""
+    if codes == VALUES:
+        tl.store(y, h.to(y.dtype.element_ty), mask=mask)
+    else:
+        tl.store(y, codes_of(h, inverse, hardware), mask=mask)

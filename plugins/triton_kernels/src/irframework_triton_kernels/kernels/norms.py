@@ -1,0 +1,232 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
+"""The norms: with or without a residual that is added first, with or without a quantisation behind them."""
+
+import triton
+import triton.language as tl
+
+from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, largest_of, scale_of, stored
+from irframework_triton_kernels.kernels.order import after_predecessor
+
+
+@triton.jit
+def _read(x, x_residual, residual, columns, mask, has_residual: tl.constexpr):
+    """A tile of rows as float32. With a residual it is the sum, rounded to its dtype, which is stored, too."""
+    h = tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
+    if has_residual:
+        h += tl.load(x_residual + columns, mask=mask, other=0.0).to(tl.float32)
+        rounded = h.to(residual.dtype.element_ty)
+        tl.store(residual + columns, rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    return h
+
+
+@triton.jit
+def _squares(h, columns, variance_size, partial: tl.constexpr):
+    """What a tile adds to the sums of squares."""
+    if partial:
+        h = tl.where(columns < variance_size, h, 0.0)
+    return h * h
+
+
+@triton.jit
+def _weight(weight, columns, hidden, has_weight: tl.constexpr):
+    if has_weight:
+        return tl.load(weight + columns, mask=columns < hidden, other=0.0)
+    else:
+        return 0
+
+
+@triton.jit
+def _scaled(h, scale, w, x, has_weight: tl.constexpr):
+    """The normed tile, rounded to the weight's dtype before and after the weight is applied, and to the rows' dtype."""
+    h = h * scale
+    if has_weight:
+        h = (h.to(w.dtype).to(tl.float32) * w.to(tl.float32)).to(w.dtype)
+    return h.to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _norm_rows(
+    tile,
+    x,
+    x_residual,
+    weight,
+    y,
+    residual,
+    code_scale,
+    rows,
+    hidden,
+    variance_size,
+    x_stride,
+    x_residual_stride,
+    epsilon,
+    has_residual: tl.constexpr,
+    has_weight: tl.constexpr,
+    partial: tl.constexpr,
+    codes: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    tail: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """Norms the rows of one tile.
+
+    A row is `block` elements and `tail` more, all in registers; if it is not whole, it is read again from `residual`
+    (or x) for each of the passes: the sum of squares, the largest magnitude, the result.
+    """
+    row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    live = row < rows
+    x += row * x_stride
+    y += row * hidden
+    if has_residual:
+        x_residual += row * x_residual_stride
+        residual += row * hidden
+    if codes == STATIC:
+        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
+    else:
+        inverse = 1.0
+    columns = tl.arange(0, block)[None, :]
+    if whole:
+        behind = block + tl.arange(0, tail if tail else 1)[None, :]
+        mask = live & (columns < hidden)
+        mask_behind = live & (behind < hidden)
+        h = _read(x, x_residual, residual, columns, mask, has_residual)
+        if tail:
+            h_behind = _read(x, x_residual, residual, behind, mask_behind, has_residual)
+        # Before the sum, so that nothing waits for it behind the sum.
+        w = _weight(weight, columns, hidden, has_weight)
+        total = tl.sum(_squares(h, columns, variance_size, partial), 1)
+        if tail:
+            w_behind = _weight(weight, behind, hidden, has_weight)
+            total += tl.sum(_squares(h_behind, behind, variance_size, partial), 1)
+        scale = tl.rsqrt(total / variance_size + epsilon)[:, None]
+        h = _scaled(h, scale, w, x, has_weight)
+        if tail:
+            h_behind = _scaled(h_behind, scale, w_behind, x, has_weight)
+        if codes == DYNAMIC:
+            largest = largest_of(h)
+            if tail:
+                largest = tl.maximum(largest, largest_of(h_behind))
+            row_scale = scale_of(largest)[:, None]
+            tl.store(code_scale + row, row_scale, mask=live)
+            inverse = tl.math.div_rn(1.0, row_scale)
+        stored(y + columns, h, inverse, mask, codes, hardware)
+        if tail:
+            stored(y + behind, h_behind, inverse, mask_behind, codes, hardware)
+    else:
+        squares = tl.zeros((tile_rows, block), tl.float32)
+        for start in range(0, hidden if has_residual else variance_size, block):
+            at = start + columns
+            h = _read(x, x_residual, residual, at, live & (at < hidden), has_residual)
+            squares += _squares(h, at, variance_size, True)
+        scale = tl.rsqrt(tl.sum(squares, 1) / variance_size + epsilon)[:, None]
+        again = x
+        if has_residual:
+            again = residual
+            # What other threads of this program stored is read next.
+            tl.debug_barrier()
+        if codes == DYNAMIC:
+            largest = tl.zeros((tile_rows,), tl.int32)
+            for start in range(0, hidden, block):
+                at = start + columns
+                h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
+                h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+                largest = tl.maximum(largest, largest_of(h))
+            row_scale = scale_of(largest)[:, None]
+            tl.store(code_scale + row, row_scale, mask=live)
+            inverse = tl.math.div_rn(1.0, row_scale)
+        for start in range(0, hidden, block):
+            at = start + columns
+            mask = live & (at < hidden)
+            h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
+            h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+            stored(y + at, h, inverse, mask, codes, hardware)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x,
+    weight,
+    y,
+    code_scale,
+    rows,
+    hidden,
+    variance_size,
+    x_stride,
+    epsilon,
+    has_weight: tl.constexpr,
+    partial: tl.constexpr,
+    codes: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    tail: tl.constexpr,
+    whole: tl.constexpr,
+    resident: tl.constexpr,
+    early: tl.constexpr,
+):
+    """`y = rms_norm(x, weight)`; the mean is over the first `variance_size` elements of a row.
+
+    `y` may be codes: under `code_scale`, one number, or each row under its own, which is stored there.
+    """
+    if early:
+        after_predecessor()
+    if resident:
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, tile_rows), tl.num_programs(0)):
+            _norm_rows(
+                tile, x, x, weight, y, y, code_scale, rows, hidden, variance_size, x_stride, x_stride, epsilon,
+                False, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
+            )  # fmt: skip
+    else:
+        _norm_rows(
+            tl.program_id(0), x, x, weight, y, y, code_scale, rows, hidden, variance_size, x_stride, x_stride, epsilon,
+            False, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_rms_norm_kernel(
+    x,
+    x_residual,
+    weight,
+    y,
+    residual,
+    code_scale,
+    rows,
+    hidden,
+    variance_size,
+    x_stride,
+    x_residual_stride,
+    epsilon,
+    has_weight: tl.constexpr,
+    partial: tl.constexpr,
+    codes: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    tail: tl.constexpr,
+    whole: tl.constexpr,
+    resident: tl.constexpr,
+    early: tl.constexpr,
+):
+    """`residual = x + x_residual; y = rms_norm(residual, weight)`; codes as in `rms_norm_kernel`.
+
+    `y` may be `x`, and `residual` may be `x_residual`, if they are contiguous: a thread reads what it overwrites. That
+    needs tiles of at least one element per thread; in smaller ones, several threads hold the same element.
+    """
+    if early:
+        after_predecessor()
+    if resident:
+        for tile in tl.range(tl.program_id(0), tl.cdiv(rows, tile_rows), tl.num_programs(0)):
+            _norm_rows(
+                tile, x, x_residual, weight, y, residual, code_scale, rows, hidden, variance_size, x_stride,
+                x_residual_stride, epsilon,
+                True, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
+            )  # fmt: skip
+    else:
+        _norm_rows(
+            tl.program_id(0), x, x_residual, weight, y, residual, code_scale, rows, hidden, variance_size, x_stride,
+            x_residual_stride, epsilon,
+            True, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
+        )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Launches the kernels: directly for plain tensors, through `torch.ops.irframework_triton_kernels` for all others.
+
+Owns the arguments and the grid of each launch, and the torch ops, one module per family. A direct launch skips torch's
+dispatcher, which costs as much again as Triton's own launcher. Every function takes a `tile` in the place of the usual
+one, for experiments (`benchmarks/triton_tiles.py`).
+
+Does not decide which calls the kernels take: `implementations` does. Importing this package imports Triton.
+"""
+
+from irframework_triton_kernels.launch.gated import (
+    dynamic_quant_fp8,
+    gated,
+    silu_and_mul_dynamic_quant_fp8,
+    silu_and_mul_static_quant_fp8,
+    static_quant_fp8,
+)
+from irframework_triton_kernels.launch.norms import (
+    fused_add_rms_norm,
+    fused_add_rms_norm_dynamic_quant_fp8,
+    fused_add_rms_norm_dynamic_quant_fp8_inplace,
+    fused_add_rms_norm_inplace,
+    fused_add_rms_norm_static_quant_fp8,
+    fused_add_rms_norm_static_quant_fp8_inplace,
+    rms_norm,
+    rms_norm_dynamic_quant_fp8,
+    rms_norm_static_quant_fp8,
+)
+from irframework_triton_kernels.launch.rotary import rotary_embedding
+
+__all__ = [
+    "dynamic_quant_fp8",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8_inplace",
+    "fused_add_rms_norm_inplace",
+    "fused_add_rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_static_quant_fp8_inplace",
+    "gated",
+    "rms_norm",
+    "rms_norm_dynamic_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "rotary_embedding",
+    "silu_and_mul_dynamic_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "static_quant_fp8",
+]

@@ -1,0 +1,158 @@
+"""What all launches share: plain tensors or traced ones, rows, grids, and what the device can do.
+
+Owns the one place where a kernel is called, and the torch ops' declaration. Does not know what kernels do.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from irframework_triton_kernels.kernels import codes
+from irframework_triton_kernels.tiles import Tile
+
+NAMESPACE = "irframework_triton_kernels"
+FP8 = torch.float8_e4m3fn
+SMALLEST_SCALE: float = codes.SMALLEST_SCALE.value
+Kernel = Any
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Abilities(NamedTuple):
+    """What a device can do that kernels are compiled for.
+
+    Attributes:
+        codes: It converts float32 to float8_e4m3fn.
+        early: It loads a kernel before the one in front of it has ended, if told to.
+    """
+
+    codes: bool
+    early: bool
+
+
+@cache
+def abilities(device: int | None) -> Abilities:
+    """What a device can do; the current one while a kernel is traced, which is the one it is compiled for."""
+    if triton.knobs.runtime.interpret:
+        return Abilities(False, False)
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "cuda":
+        return Abilities(target.arch >= 89, target.arch >= 90)
+    return Abilities(target.backend == "hip" and target.arch == "gfx950", False)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """How many multiprocessors a device has."""
+    if triton.knobs.runtime.interpret:
+        return 2
+    count: int = triton.runtime.driver.active.utils.get_device_properties(device)["multiprocessor_count"]
+    return count
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor holds data and nobody traces it."""
+    return type(x) is Tensor or type(x) is torch.nn.Parameter
+
+
+def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Give a function that launches a kernel a torch op, `torch.ops.irframework_triton_kernels.<name>`.
+
+    Plain tensors go straight to the function; all others go through the op, which is a `triton_op`: whoever traces it
+    sees the kernel and not a black box, so Inductor plans its memory and launches it itself.
+
+    Args:
+        name: The op's name; default: the function's.
+        mutates: The parameters that the kernel overwrites.
+    """
+
+    def decorate(fn: F) -> F:
+        def traced(*args: Any) -> Any:
+            return fn(*args)
+
+        parameters = inspect.signature(fn)
+        without_tile = [parameter for parameter in parameters.parameters.values() if parameter.name != "tile"]
+        traced.__signature__ = parameters.replace(parameters=without_tile)  # type: ignore[attr-defined]
+        op = triton_op(f"{NAMESPACE}::{name or fn.__name__}", traced, mutates_args=mutates)
+
+        @wraps(fn)
+        def call(x: Tensor, *args: Any, **options: Any) -> Any:
+            return fn(x, *args, **options) if is_plain(x) else op(x, *args, **options)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`[rows, hidden]`; a copy only where the leading dimensions have no common stride."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def static(length: Any) -> int | None:
+    """A length that is known while a kernel is traced."""
+    return length if isinstance(length, int) else None
+
+
+def tiles_of(count: Any, size: int) -> Any:
+    """How many tiles of a size there are in `count`, which may be symbolic."""
+    return count if size == 1 else (count + size - 1) // size
+
+
+def new_codes(x: Tensor, shape: Any) -> Tensor:
+    """Memory for codes: as such where the device converts, else as the bytes that the kernels make of them."""
+    return x.new_empty(shape, dtype=FP8 if abilities_for(x).codes else torch.uint8)
+
+
+def as_codes(q: Tensor) -> Tensor:
+    """Codes in the dtype that the ops return."""
+    return q if q.dtype is FP8 else q.view(FP8)
+
+
+def new_scales(x: Tensor) -> Tensor:
+    """Memory for the scales of rows; filled where there is nothing that a kernel could find them from."""
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return scales if static(x.shape[-1]) != 0 else scales.fill_(SMALLEST_SCALE)
+
+
+def abilities_for(x: Tensor) -> Abilities:
+    """What the device of a tensor can do; without data, what the current device can do."""
+    return abilities(x.get_device() if is_plain(x) else None)
+
+
+@cache
+def _several_devices() -> bool:
+    return torch.accelerator.device_count() > 1
+
+
+def launch(kernel: Kernel, tiles: Any, arguments: tuple[Any, ...], tile: Tile, x: Tensor) -> None:
+    """Call a kernel, or show the call to whoever traces it.
+
+    Args:
+        kernel: The kernel.
+        tiles: How many programs there are work for; a symbolic number while traced.
+        arguments: Its arguments, all but the last one, `early`.
+        tile: The tile.
+        x: A tensor of the call: on its device the kernel is launched.
+    """
+    if not is_plain(x):
+        wrap_triton(kernel)[(tiles,)](*arguments, False, num_warps=tile.warps)
+        return
+    if not tiles:
+        return
+    device = x.get_device()
+    if _several_devices() and device != torch.accelerator.current_device_index():
+        with torch.accelerator.device_index(device):
+            launch(kernel, tiles, arguments, tile, x)
+        return
+    if tile.resident:
+        tiles = min(tiles, tile.resident * multiprocessors(device))
+    if tile.early and abilities(device).early:
+        kernel[(tiles,)](*arguments, True, num_warps=tile.warps, launch_pdl=True)
+    else:
+        kernel[(tiles,)](*arguments, False, num_warps=tile.warps)

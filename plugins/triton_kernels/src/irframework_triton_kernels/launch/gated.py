@@ -1,0 +1,115 @@
+"""Launches of the gated activations and of the quantisations, and their torch ops."""
+
+from typing import Any
+
+from torch import Tensor
+
+from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, VALUES
+from irframework_triton_kernels.kernels.gated import (
+    GELU,
+    GELU_TANH,
+    NO_GATE,
+    SILU,
+    gated_kernel,
+    gated_rows_kernel,
+)
+from irframework_triton_kernels.launch.call import (
+    abilities_for,
+    as_codes,
+    launch,
+    new_codes,
+    new_scales,
+    rows_of,
+    static,
+    tiles_of,
+    torch_op,
+)
+from irframework_triton_kernels.tiles import Tile, elementwise_tile, row_tile
+
+ACTIVATIONS: dict[str, int] = {"silu": SILU.value, "none": GELU.value, "tanh": GELU_TANH.value}
+
+
+def _elements(
+    x: Tensor,
+    y: Tensor,
+    activation: int,
+    codes: int = VALUES.value,
+    scale: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Gate the rows of x, or do not, into y: values, or codes under one scale."""
+    x2 = rows_of(x)
+    rows, length = x2.shape[0], y.shape[-1]
+    if static(length) == 0:
+        return
+    tile = tile or elementwise_tile(static(length), activation == NO_GATE.value)
+    arguments = (
+        x2, y, x2 if scale is None else scale, rows, length, x2.stride(0),
+        activation, codes, codes != 0 and abilities_for(x).codes, tile.rows, tile.block,
+    )  # fmt: skip
+    launch(gated_kernel, tiles_of(rows, tile.rows) * tiles_of(length, tile.block), arguments, tile, x)
+
+
+def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | None) -> None:
+    """Gate the rows of x, or do not, into codes; each row under a scale of its own."""
+    x2 = rows_of(x)
+    rows, length = x2.shape[0], q.shape[-1]
+    if static(length) == 0:
+        return
+    tile = tile or row_tile(static(length))
+    arguments = (
+        x2, q, scales, rows, length, x2.stride(0), activation, DYNAMIC.value, abilities_for(x).codes,
+        tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
+    )  # fmt: skip
+    launch(gated_rows_kernel, tiles_of(rows, tile.rows), arguments, tile, x)
+
+
+def _halved(x: Tensor) -> tuple[Any, ...]:
+    return (*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch_op()
+def gated(x: Tensor, activation: str, tile: Tile | None = None) -> Tensor:
+    """Gate rows, `[..., 2 * hidden]` with stride 1 in the last dimension, into a new tensor.
+
+    Args:
+        x: Rows of gate and up, side by side.
+        activation: `silu`, or what `gelu_and_mul` calls its approximation: `none` or `tanh`.
+        tile: Another tile than the usual one.
+    """
+    y = x.new_empty(_halved(x))
+    _elements(x, y, ACTIVATIONS[activation], tile=tile)
+    return y
+
+
+@torch_op()
+def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
+    """Gate rows by SiLU into codes under a scale, one float32 number."""
+    q = new_codes(x, _halved(x))
+    _elements(x, q, SILU.value, STATIC.value, scale, tile)
+    return as_codes(q)
+
+
+@torch_op()
+def silu_and_mul_dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Gate rows by SiLU into codes, each row under a scale of its own; returns the codes and the scales."""
+    q = new_codes(x, _halved(x))
+    scales = new_scales(q)
+    _rows(x, q, scales, SILU.value, tile)
+    return as_codes(q), scales
+
+
+@torch_op()
+def static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
+    """Quantise rows under a scale, one float32 number."""
+    q = new_codes(x, x.shape)
+    _elements(x, q, NO_GATE.value, STATIC.value, scale, tile)
+    return as_codes(q)
+
+
+@torch_op()
+def dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise rows, each under a scale of its own; returns the codes and the scales."""
+    q, scales = new_codes(x, x.shape), new_scales(x)
+    _rows(x, q, scales, NO_GATE.value, tile)
+    return as_codes(q), scales

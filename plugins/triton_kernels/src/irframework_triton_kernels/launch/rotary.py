@@ -1,0 +1,64 @@
+"""Launches of the rotary embedding, and its torch ops."""
+
+from torch import Tensor
+
+from irframework_triton_kernels.kernels.rotary import rotary_kernel
+from irframework_triton_kernels.launch.call import launch, tiles_of, torch_op
+from irframework_triton_kernels.tiles import heads_tile
+
+
+def _heads(x: Tensor, positions: Tensor, head_size: int) -> Tensor:
+    """`[tokens, heads, head_size]`; a copy only where the leading dimensions have no common stride."""
+    apart = x.dim() == positions.dim() + 2
+    return x.reshape(positions.numel(), x.shape[-2] if apart else x.shape[-1] // head_size, head_size)
+
+
+def _rotate(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cache: Tensor,
+    head_size: int,
+    is_neox: bool,
+    query_out: Tensor,
+    key_out: Tensor,
+) -> None:
+    q = _heads(query, positions, head_size)
+    k = q if key is None else _heads(key, positions, head_size)
+    tokens, query_heads, _ = q.shape
+    key_heads = 0 if key is None else k.shape[1]
+    half = cache.shape[1] // 2
+    tile = heads_tile(half, max(query_heads, key_heads))
+    rest = head_size - 2 * half
+    arguments = (
+        positions.reshape(-1), q, k, cache, query_out, key_out, cache.shape[0], query_heads, key_heads, head_size, half,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), cache.stride(0),
+        is_neox, key is not None, tile.rows, tile.block, 1 << (rest - 1).bit_length() if rest else 0,
+    )  # fmt: skip
+    programs = tokens * (tiles_of(query_heads, tile.rows) + tiles_of(key_heads, tile.rows))
+    launch(rotary_kernel, programs, arguments, tile, query)
+
+
+@torch_op("rotary_embedding")
+def _with_key(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    _rotate(positions, query, key, cos_sin_cache, head_size, is_neox, query_out, key_out)
+    return query_out, key_out
+
+
+@torch_op("rotary_embedding_query")
+def _without_key(positions: Tensor, query: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
+    query_out = query.new_empty(query.shape)
+    _rotate(positions, query, None, cos_sin_cache, head_size, is_neox, query_out, query_out)
+    return query_out
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor, head_size: int, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys into new tensors; without a key, the second is an empty tensor `[0]`."""
+    if key is None:
+        return _without_key(positions, query, cos_sin_cache, head_size, is_neox), query.new_empty(0)
+    return _with_key(positions, query, key, cos_sin_cache, head_size, is_neox)
