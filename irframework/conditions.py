@@ -88,6 +88,7 @@ def supports(
     last_dim_of: Mapping[str, str] | None = None,
     multiple_of: Mapping[str, int] | None = None,
     max_last_dim: int | Mapping[str, int] | None = None,
+    one_element: Iterable[str] = (),
     one_of: Mapping[str, Iterable[Any]] | None = None,
 ) -> Supports:
     """State what an implementation takes. A condition about an optional tensor holds when it is None.
@@ -103,6 +104,7 @@ def supports(
         last_dim_of: `{"weight": "x"}`: weight is a vector as long as the last dimension of x.
         multiple_of: `{"x": 8}`: the last dimension of x is a multiple of 8.
         max_last_dim: Largest last dimension of the first tensor parameter, or per parameter.
+        one_element: These tensors hold one element each, whatever their rank.
         one_of: `{"approximate": ("none", "tanh")}`: allowed values of a parameter that is not a tensor.
 
     Returns:
@@ -119,6 +121,7 @@ def supports(
         "last_dim_of": last_dim_of,
         "multiple_of": multiple_of,
         "max_last_dim": max_last_dim,
+        "one_element": _names(one_element),
         "one_of": one_of,
     }
     stated = {
@@ -275,6 +278,12 @@ def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
         yield Check(f"({name}.shape and {name}.shape[-1] <= {limit:d})", reason, (name,))
 
 
+def _one_element(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
+    for name in value:
+        reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs one element"'
+        yield Check(f"{name}.numel() == 1", reason, (name,))
+
+
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, choices in value.items():
         allowed = _many(choices)
@@ -287,7 +296,7 @@ def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Ite
         yield Check(f"{name} in {allowed!r}", reason, (name,))
 
 
-_BY_NAME = ("same_dtype", "none", "contiguous", "row_contiguous", "same_shape")
+_BY_NAME = ("same_dtype", "none", "contiguous", "row_contiguous", "same_shape", "one_element")
 _NO_LITERALS = ("inf", "-inf", "nan")
 _BUILDERS: Mapping[str, Callable[[Any, tuple[str, ...]], Iterable[Check]]] = {
     "dtype": _dtype,
@@ -300,5 +309,6 @@ _BUILDERS: Mapping[str, Callable[[Any, tuple[str, ...]], Iterable[Check]]] = {
     "last_dim_of": _last_dim_of,
     "multiple_of": _multiple_of,
     "max_last_dim": _max_last_dim,
+    "one_element": _one_element,
     "one_of": _one_of,
 }

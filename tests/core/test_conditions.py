@@ -77,6 +77,10 @@ X = torch.ones(2, 16)
         ({"multiple_of": {"x": 8}}, (torch.ones(()), None), "multiple of 8"),
         ({"max_last_dim": 16}, (X, None), None),
         ({"max_last_dim": {"x": 8}}, (X, None), "its last dimension may be at most 8"),
+        ({"one_element": ("w",)}, (X, X[0, 0]), None),
+        ({"one_element": ("w",)}, (X, X[:1, :1]), None),
+        ({"one_element": ("x", "w")}, (X[0, 0], X[0]), "w has shape (16,), needs one element"),
+        ({"one_element": ("w",)}, (X, None), None),
         ({"one_of": {"mode": ("a", "b")}}, (X, None, 1.0, "c"), "mode is 'c', needs one of 'a', 'b'"),
         ({"one_of": {"mode": "a"}}, (X, None), None),
         ({"one_of": {"factor": (1.0, 2.0)}}, (X, None, 3.0), "factor is 3.0, needs one of 1.0, 2.0"),
@@ -226,6 +230,7 @@ condition_sets = st.fixed_dictionaries(
         "last_dim_of": st.sampled_from([{"w": "x"}, {"x": "w"}]),
         "multiple_of": st.fixed_dictionaries({}, optional={"x": st.integers(1, 8), "w": st.integers(1, 8)}),
         "max_last_dim": st.integers(1, 16) | st.fixed_dictionaries({"w": st.integers(1, 16)}),
+        "one_element": st.sampled_from([("x",), ("w",), ("x", "w")]),
         "one_of": st.sampled_from([{"mode": ("a", "b")}, {"factor": (1.0,)}, {"mode": "c", "factor": (2.0, 1.0)}]),
     },
 )
@@ -271,6 +276,8 @@ def plainly(conditions, x, w, factor, mode):
             ok = all(last(t) is not None and last(t) % f == 0 for n, f in value.items() for t in present(n))
         elif name == "max_last_dim":
             ok = all(last(t) is not None and last(t) <= m for n, m in per(value).items() for t in present(n))
+        elif name == "one_element":
+            ok = all(t.numel() == 1 for t in present(value))
         else:
             ok = all(given[n] in many(choices) for n, choices in value.items())
         if not ok:

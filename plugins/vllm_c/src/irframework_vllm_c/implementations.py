@@ -18,6 +18,20 @@ from irframework_vllm_c.library import NAMESPACE, KernelsNotLoadedError, instruc
 # The namespace exists before the library is loaded; looking it up once saves 0.1 us a call.
 KERNELS = torch.ops.irframework_vllm_c
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FUNCTIONAL_KERNELS = (
+    "rms_norm",
+    "fused_add_rms_norm_functional",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rotary_embedding",
+    "rotary_embedding_query",
+    "static_quant_fp8",
+    "dynamic_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "rms_norm_dynamic_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "silu_and_mul_dynamic_quant_fp8",
+)
 
 
 def kernels_load() -> bool | ir.Rejected:
@@ -39,7 +53,7 @@ def out_variants() -> Library:
         What keeps them declared.
     """
     library = Library(NAMESPACE, "FRAGMENT")
-    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "rotary_embedding_query"):
+    for name in FUNCTIONAL_KERNELS:
         ir.define_out_variant(library, name)
     return library
 
@@ -88,6 +102,58 @@ def rotary_embedding(
     return pair
 
 
+def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.static_quant_fp8`."""
+    q: Tensor = KERNELS.static_quant_fp8.default(x, scale)
+    return q
+
+
+def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = KERNELS.dynamic_quant_fp8.default(x)
+    return pair
+
+
+def rms_norm_static_quant_fp8(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> Tensor:
+    """See `irframework.ops.rms_norm_static_quant_fp8`."""
+    q: Tensor = KERNELS.rms_norm_static_quant_fp8.default(x, weight, scale, epsilon)
+    return q
+
+
+def rms_norm_dynamic_quant_fp8(x: Tensor, weight: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.rms_norm_dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = KERNELS.rms_norm_dynamic_quant_fp8.default(x, weight, epsilon)
+    return pair
+
+
+def fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`; overwrites x_residual with the sum."""
+    q: Tensor = KERNELS.fused_add_rms_norm_static_quant_fp8.default(x, x_residual, weight, scale, epsilon)
+    return q, x_residual
+
+
+def fused_add_rms_norm_dynamic_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`; overwrites x_residual with the sum."""
+    q, scale = KERNELS.fused_add_rms_norm_dynamic_quant_fp8.default(x, x_residual, weight, epsilon)
+    return q, scale, x_residual
+
+
+def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.silu_and_mul_static_quant_fp8`."""
+    q: Tensor = KERNELS.silu_and_mul_static_quant_fp8.default(x, scale)
+    return q
+
+
+def silu_and_mul_dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.silu_and_mul_dynamic_quant_fp8`."""
+    pair: tuple[Tensor, Tensor] = KERNELS.silu_and_mul_dynamic_quant_fp8.default(x)
+    return pair
+
+
 def register(provider: str) -> None:
     """Registers every implementation under `provider`."""
 
@@ -102,22 +168,38 @@ def register(provider: str) -> None:
         )
         registered(fn)
 
-    norm = ir.supports(dtype={"x": FLOATS, "weight": FLOATS}, none=("variance_size",), last_dim_of={"weight": "x"})
+    scale: dict[str, tuple[torch.dtype, ...]] = {"scale": (torch.float32,)}
+    weighted: dict[str, tuple[torch.dtype, ...]] = {"x": FLOATS, "weight": FLOATS}
+    shapes = ir.supports(last_dim_of={"weight": "x"})
+    one_scale = ir.supports(one_element=("scale",))
+    rows = ir.supports(row_contiguous=("x",))
+    pair = ir.supports(
+        same_dtype=("x", "x_residual"), same_shape=("x", "x_residual"), row_contiguous=("x", "x_residual")
+    )
+    norm = ir.supports(dtype=weighted) & shapes
+    norm_with_scale = ir.supports(dtype=weighted | scale) & shapes & one_scale
+    whole_rows = ir.supports(none=("variance_size",))
     # An odd last dimension is left to native, whose error is the op's own.
-    gated = ir.supports(dtype=FLOATS, row_contiguous=("x",), multiple_of={"x": 2})
-    add("rms_norm", rms_norm, norm & ir.supports(row_contiguous=("x",)))
+    halves = rows & ir.supports(multiple_of={"x": 2})
+    gated = ir.supports(dtype=FLOATS) & halves
+    with_scale = ir.supports(dtype={"x": FLOATS} | scale) & one_scale
+
+    add("rms_norm", rms_norm, norm & whole_rows & rows)
+    add("rms_norm_static_quant_fp8", rms_norm_static_quant_fp8, norm_with_scale & rows)
+    add("rms_norm_dynamic_quant_fp8", rms_norm_dynamic_quant_fp8, norm & rows)
+    add("fused_add_rms_norm", fused_add_rms_norm, norm & whole_rows & pair, inplace=True)
     add(
-        "fused_add_rms_norm",
-        fused_add_rms_norm,
-        norm
-        & ir.supports(
-            same_dtype=("x", "x_residual"),
-            same_shape=("x", "x_residual"),
-            row_contiguous=("x", "x_residual"),
-        ),
+        "fused_add_rms_norm_static_quant_fp8",
+        fused_add_rms_norm_static_quant_fp8,
+        norm_with_scale & pair,
         inplace=True,
     )
+    add("fused_add_rms_norm_dynamic_quant_fp8", fused_add_rms_norm_dynamic_quant_fp8, norm & pair, inplace=True)
+    add("static_quant_fp8", static_quant_fp8, with_scale & rows)
+    add("dynamic_quant_fp8", dynamic_quant_fp8, ir.supports(dtype=FLOATS) & rows)
     add("silu_and_mul", silu_and_mul, gated)
+    add("silu_and_mul_static_quant_fp8", silu_and_mul_static_quant_fp8, with_scale & halves)
+    add("silu_and_mul_dynamic_quant_fp8", silu_and_mul_dynamic_quant_fp8, gated)
     add("gelu_and_mul", gelu_and_mul, gated & ir.supports(one_of={"approximate": ("none", "tanh")}))
     add(
         "rotary_embedding",
