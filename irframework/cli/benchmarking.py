@@ -117,6 +117,10 @@ class GraphClock:
             captured = self._capture(lambda: [call(*arguments) for arguments in sets])
             return Timing.of([took / len(sets) for took in self._replays(captured[0], rounds, cold)])
 
+    def empty_kernel(self, calls: int = 64, rounds: int = 15, cold: bool = True) -> Timing:
+        """What a kernel of one thread costs that does nothing, inside a graph of `calls` of them."""
+        return self.time(lambda: torch.cuda._sleep(0), [()] * calls, rounds, cold)
+
     def synchronize(self) -> None:
         """See `Clock.synchronize`."""
         torch.cuda.synchronize(self.device)
