@@ -47,6 +47,18 @@ def _norm(x: Tensor, *rest: Any, weight: bool = True) -> tuple[Any, ...]:
     return x, torch.randn(HIDDEN) if weight else None, 1e-6, *rest
 
 
+_SCALE = 0.02
+
+
+def _quantised(x: Tensor, *rest: Any) -> tuple[Any, ...]:
+    return x, torch.full((1,), _SCALE), *rest
+
+
+def _add_quantised(rows: int) -> tuple[Any, ...]:
+    x, r, weight, epsilon = _add(rows)
+    return x, r, weight, torch.full((1,), _SCALE), epsilon
+
+
 def _add(rows: int, *rest: Any) -> tuple[Any, ...]:
     return torch.randn(rows, HIDDEN), *_norm(torch.randn(rows, HIDDEN), *rest)
 
@@ -73,6 +85,29 @@ CALLS = {
     "silu_and_mul": Call(ir.ops.silu_and_mul, lambda n: (torch.randn(n, HIDDEN),), {0: 0}),
     "gelu_and_mul": Call(ir.ops.gelu_and_mul, lambda n: (torch.randn(n, HIDDEN),), {0: 0}),
     "gelu_and_mul-tanh": Call(ir.ops.gelu_and_mul, lambda n: (torch.randn(n, HIDDEN), "tanh"), {0: 0}),
+    "static_quant_fp8": Call(ir.ops.static_quant_fp8, lambda n: _quantised(torch.randn(n, HIDDEN)), {0: 0}),
+    "dynamic_quant_fp8": Call(ir.ops.dynamic_quant_fp8, lambda n: (torch.randn(n, HIDDEN),), {0: 0}),
+    "rms_norm_static_quant_fp8": Call(
+        ir.ops.rms_norm_static_quant_fp8,
+        lambda n: (torch.randn(n, HIDDEN), *_quantised(torch.randn(HIDDEN), 1e-6)),
+        {0: 0},
+    ),
+    "rms_norm_dynamic_quant_fp8": Call(
+        ir.ops.rms_norm_dynamic_quant_fp8, lambda n: _norm(torch.randn(n, HIDDEN)), {0: 0}
+    ),
+    "fused_add_rms_norm_static_quant_fp8": Call(
+        ir.ops.fused_add_rms_norm_static_quant_fp8, _add_quantised, {0: 0, 1: 0}
+    ),
+    "fused_add_rms_norm_dynamic_quant_fp8": Call(ir.ops.fused_add_rms_norm_dynamic_quant_fp8, _add, {0: 0, 1: 0}),
+    "fused_add_rms_norm_dynamic_quant_fp8-maybe_inplace": Call(
+        ir.ops.fused_add_rms_norm_dynamic_quant_fp8.maybe_inplace, _add, {0: 0, 1: 0}
+    ),
+    "silu_and_mul_static_quant_fp8": Call(
+        ir.ops.silu_and_mul_static_quant_fp8, lambda n: _quantised(torch.randn(n, HIDDEN)), {0: 0}
+    ),
+    "silu_and_mul_dynamic_quant_fp8": Call(
+        ir.ops.silu_and_mul_dynamic_quant_fp8, lambda n: (torch.randn(n, HIDDEN),), {0: 0}
+    ),
     "rotary_embedding": Call(ir.ops.rotary_embedding, _rotary, {0: 0, 1: 0, 2: 0}),
     "rotary_embedding-no_key": Call(ir.ops.rotary_embedding, lambda n: _rotary(n, key=False), {0: 0, 1: 0}),
     "rotary_embedding-pairs": Call(ir.ops.rotary_embedding, lambda n: _rotary(n, neox=False), {0: 0, 1: 0, 2: 0}),
@@ -85,6 +120,8 @@ _NESTED = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
 
 
 def _providers(call: Call, kernels: str) -> list[str]:
+    if "_quant" in call.op.name and call.op.name not in ("static_quant_fp8", "dynamic_quant_fp8"):
+        return [kernels]  # native is the native of the parts
     whole = "variance_size" not in call.op.signature.parameters or len(call.arguments(1)) < len(
         call.op.signature.parameters
     )
@@ -108,8 +145,15 @@ def all_calls_and_providers(kernels: str = "vllm_c") -> pytest.MarkDecorator:
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal but for the tolerance of kernels that add in another order."""
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    """Equal but for the tolerance of kernels that add in another order; codes may be neighbours."""
+    if isinstance(got, (tuple, list)):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            same(one, other)
+    elif isinstance(got, Tensor) and got.dtype == want.dtype == torch.float8_e4m3fn:
+        torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=2.0**-3)
+    else:
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from training_cases import (
     CASES,
     FAKES,
     PROVIDERS,
+    QUANTISING,
     backends,
     compiled,
     differentiable,
@@ -59,7 +60,7 @@ def test_no_case_is_skipped_for_every_provider():
     assert "t_nested" in found["rotary_embedding"]
     if installed("vllm_c"):
         taken = {name.partition("-")[0] for name, providers in found.items() if "vllm_c" in providers}
-        assert taken == {*ir.ops.__all__}
+        assert taken == {*ir.ops.__all__} - {*QUANTISING}
 
 
 IN_A_GRAPH = [
@@ -114,6 +115,60 @@ def test_native_leaves_no_call_of_an_op_in_the_code_of_stock_inductor(training):
     assert len(codes) == 1 + training
     assert "torch.ops.irframework" not in "".join(codes)
     assert len(set(re.findall(r"cpp_fused_\w+", codes[0]))) == 1
+
+
+# --- ops that quantise: the gradient of codes is float8, as torch has it ---------------------------------------------
+
+
+def with_readers(op):
+    """Outputs in float32, each times numbers that float8 holds, so that no gradient of codes is rounded."""
+
+    def f(*arguments):
+        outputs = op(*arguments)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        return sum((o.float() * (1 + torch.arange(o.numel()).view(o.shape) % 3)).sum() for o in outputs)
+
+    return f
+
+
+def gradients_of_a_sum(call, arguments):
+    given = [a.detach().clone().requires_grad_() if isinstance(a, Tensor) else a for a in arguments]
+    return torch.autograd.grad(call(*given), [a for a in given if isinstance(a, Tensor)])
+
+
+@pytest.mark.parametrize("provider", ["native", "vllm_c", "t_writing"])
+@pytest.mark.parametrize("case", QUANTISING.values(), ids=QUANTISING)
+@backends(None, lowered)
+def test_gradients_of_what_is_quantised_are_those_of_native(backend, case, provider):
+    need(provider)
+    arguments = case.arguments()
+    with prefer(provider):
+        got = gradients_of_a_sum(compiled(with_readers(case.op), backend), arguments)
+    want = gradients_of_a_sum(with_readers(case.op.native), arguments)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=2e-5, atol=2e-5 * w.abs().max().item())
+
+
+def quantised_layer(x, residual, weight, scale):
+    """Two layers' worth of quantisation, each output read."""
+    q, total = ir.ops.fused_add_rms_norm_static_quant_fp8(x, residual, weight, scale, 1e-3)
+    codes, scales = ir.ops.silu_and_mul_dynamic_quant_fp8(q.float() * scale)
+    return torch.cat((codes.float() * scales, total), -1)
+
+
+@backends(None, "aot_eager", *INDUCTOR)
+def test_a_graph_that_quantises_can_be_trained(backend):
+    torch.manual_seed(0)
+    arguments = torch.randn(4, 8), torch.randn(4, 8), torch.rand(8), torch.full((1,), 0.02)
+
+    def summed(call):
+        return lambda *given: call(*given).pow(2).sum()
+
+    got = gradients_of_a_sum(compiled(summed(quantised_layer), backend, fullgraph=True), arguments)
+    with prefer("native"):
+        want = gradients_of_a_sum(summed(quantised_layer), arguments)
+    for g, w in zip(got, want, strict=True):  # Inductor leaves out roundings to float8 in between
+        torch.testing.assert_close(g, w, rtol=0, atol=2.0**-3 * w.abs().max().item())
 
 
 # --- which inputs need a gradient ------------------------------------------------------------------------------------
