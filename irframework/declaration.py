@@ -16,7 +16,8 @@ from irframework.impl import IrOpImpl, declared_again, place_of
 from irframework.op import NATIVE, IrOp
 from irframework.registry import registry
 
-_RESERVED_OPS = ("donate", "name", "layernorm", "activation", "rotary")  # torch.ops has two; modules of irframework.ops
+# torch.ops has the first two; the others are modules of irframework.ops.
+_RESERVED_OPS = ("donate", "name", "layernorm", "activation", "rotary", "quantization", "fused_quantization")
 
 
 @overload

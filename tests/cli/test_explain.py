@@ -24,7 +24,7 @@ def test_the_command_lines_priority_counts(as_json: Json) -> None:
     assert document["candidates"][0] == {"provider": "native", "accepted": True, "reason": None, "origin": "cli"}
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"])
+@pytest.mark.parametrize("op", ir.ops.__all__)
 def test_every_standard_op_can_be_explained(as_json: Json, op: str) -> None:
     code, document = as_json("explain", op)
     assert code == 0

@@ -365,13 +365,14 @@ def test_input_generator_makes_arguments(declare):
     assert (x.shape, x.dtype, weight, epsilon) == ((2, 3), torch.float16, None, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"])
+@pytest.mark.parametrize("name", ir.ops.__all__)
 def test_standard_ops_generate_inputs(name):
     op = find_op(name)
     for shape in ((8, 64), (0, 64), (2, 3, 64)):
         args = op.generate_inputs(shape=shape, dtype=torch.bfloat16)
         out = op.native(*args)
-        assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
+        expected = torch.float8_e4m3fn if "_quant" in name else torch.bfloat16
+        assert (out[0] if isinstance(out, tuple) else out).dtype == expected
 
 
 def test_tolerance_can_be_overridden_per_dtype(declare):
