@@ -53,6 +53,7 @@ def test_a_library_that_does_not_load_is_reported_with_the_loader_s_reason(
 def arguments(op: str) -> tuple[object, ...]:
     x, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
     positions, cache = torch.arange(4), torch.randn(8, 16)
+    scale = torch.full((1,), 0.02)
     return {
         "rms_norm": (x, weight, 1e-6),
         "fused_add_rms_norm": (x, x.clone(), weight, 1e-6),
@@ -60,6 +61,15 @@ def arguments(op: str) -> tuple[object, ...]:
         "gelu_and_mul": (x, True),
         "rotary_embedding": (positions, x, x.clone(), cache, 16, True),
         "rotary_embedding_query": (positions, x, cache, 16, False),
+        "fused_add_rms_norm_functional": (x, x.clone(), weight, 1e-6),
+        "static_quant_fp8": (x, scale),
+        "dynamic_quant_fp8": (x,),
+        "rms_norm_static_quant_fp8": (x, weight, scale, 1e-6),
+        "rms_norm_dynamic_quant_fp8": (x, weight, 1e-6),
+        "fused_add_rms_norm_static_quant_fp8": (x, x.clone(), weight, scale, 1e-6),
+        "fused_add_rms_norm_dynamic_quant_fp8": (x, x.clone(), weight, 1e-6),
+        "silu_and_mul_static_quant_fp8": (x, scale),
+        "silu_and_mul_dynamic_quant_fp8": (x,),
     }[op]
 
 
@@ -70,6 +80,15 @@ OPS = [
     "gelu_and_mul",
     "rotary_embedding",
     "rotary_embedding_query",
+    "fused_add_rms_norm_functional",
+    "static_quant_fp8",
+    "dynamic_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "rms_norm_dynamic_quant_fp8",
+    "fused_add_rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "silu_and_mul_dynamic_quant_fp8",
 ]
 
 

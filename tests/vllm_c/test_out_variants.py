@@ -15,6 +15,7 @@ KERNELS = torch.ops.irframework_vllm_c
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.linspace(0.5, 1.5, 64)
 CACHE = torch.randn(10, 16, generator=torch.Generator().manual_seed(1))
+SCALE = torch.full((1,), 0.02)
 
 ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
     "rms_norm": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), 1e-6),
@@ -22,7 +23,18 @@ ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
     "gelu_and_mul": lambda dtype: (X.to(dtype), True),
     "rotary_embedding": lambda dtype: (torch.arange(6), X.to(dtype), X[:, :16].to(dtype), CACHE, 16, True),
     "rotary_embedding_query": lambda dtype: (torch.arange(6), X.to(dtype), CACHE, 16, False),
+    "fused_add_rms_norm_functional": lambda dtype: (X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), 1e-6),
+    "static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
+    "dynamic_quant_fp8": lambda dtype: (X.to(dtype),),
+    "rms_norm_static_quant_fp8": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), SCALE, 1e-6),
+    "rms_norm_dynamic_quant_fp8": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), 1e-6),
+    "silu_and_mul_static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
+    "silu_and_mul_dynamic_quant_fp8": lambda dtype: (X.to(dtype),),
 }
+
+
+def test_every_functional_kernel_is_tested_here() -> None:
+    assert set(ARGUMENTS) == set(implementations.FUNCTIONAL_KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +56,12 @@ def test_the_result_is_in_the_given_memory_bit_for_bit(name: str, dtype: torch.d
     given = outputs_like(want)
     getattr(KERNELS, name).out(*args, **given)
     for output, right in zip(given.values(), (want,) if isinstance(want, Tensor) else want, strict=True):
-        assert torch.equal(output, right)
+        assert torch.equal(output.view(torch.uint8), right.view(torch.uint8))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda y: y[:-1], lambda y: y.double(), lambda y: y.t().contiguous().t()],
+    [lambda y: y[:-1], lambda y: y.double(), lambda y: y.new_empty((*y.shape, 2))[..., 0]],
     ids=["shape", "dtype", "layout"],
 )
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -64,15 +76,17 @@ def test_memory_that_does_not_fit_is_refused(name: str, wrong: Callable[[Tensor]
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_code_writes_to_planned_memory(dynamic: bool) -> None:
-    def block(x: Tensor, key: Tensor, weight: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def block(x: Tensor, key: Tensor, weight: Tensor, positions: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         y = ir.ops.rms_norm(x, weight, 1e-6)
         gated = torch.cat((ir.ops.silu_and_mul(y), ir.ops.gelu_and_mul(y, "tanh")), dim=-1)
-        return ir.ops.rotary_embedding(positions, gated, key, CACHE, 16)
+        codes = (ir.ops.static_quant_fp8(y, scale), *ir.ops.rms_norm_dynamic_quant_fp8(x, weight, 1e-6))
+        return *ir.ops.rotary_embedding(positions, gated, key, CACHE, 16), *(each.float() for each in codes)
 
-    args = (X, X[:, :16].contiguous(), WEIGHT, torch.arange(6))
+    args = (X, X[:, :16].contiguous(), WEIGHT, torch.arange(6), SCALE)
     torch._dynamo.reset()
     with torch.no_grad(), config.patch(fx_graph_cache=False):
         got, code = run_and_get_code(torch.compile(block, backend="irframework", dynamic=dynamic), *args)
         torch.testing.assert_close(got, block(*args))
-    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"):
+    quantising = ("static_quant_fp8", "rms_norm_dynamic_quant_fp8")
+    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", *quantising):
         assert f"irframework_vllm_c.{name}.out(" in code[0]

@@ -11,10 +11,11 @@ from torch import Tensor
 import irframework as ir
 from irframework.code_files import content_digest, digest_package
 
-OPS = ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"]
 X = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.linspace(0.5, 1.5, 64)
 CACHE = torch.randn(10, 16, generator=torch.Generator().manual_seed(1))
+SCALE = torch.full((1,), 0.02)
+FP8 = torch.float8_e4m3fn
 
 ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
     "rms_norm": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), 1e-6),
@@ -22,7 +23,19 @@ ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
     "silu_and_mul": lambda dtype: (X.to(dtype),),
     "gelu_and_mul": lambda dtype: (X.to(dtype), "tanh"),
     "rotary_embedding": lambda dtype: (torch.arange(6), X.to(dtype), X[:, :16].to(dtype), CACHE, 16),
+    "static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
+    "dynamic_quant_fp8": lambda dtype: (X.to(dtype),),
+    "rms_norm_static_quant_fp8": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), SCALE, 1e-6),
+    "rms_norm_dynamic_quant_fp8": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), 1e-6),
+    "fused_add_rms_norm_static_quant_fp8": lambda dtype: (
+        *(X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype)),
+        *(SCALE, 1e-6),
+    ),
+    "fused_add_rms_norm_dynamic_quant_fp8": lambda dtype: (X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), 1e-6),
+    "silu_and_mul_static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
+    "silu_and_mul_dynamic_quant_fp8": lambda dtype: (X.to(dtype),),
 }
+OPS = list(ARGUMENTS)
 
 
 def copies(args: tuple[object, ...]) -> tuple[object, ...]:
@@ -45,7 +58,10 @@ def test_eager_answers_are_native_s(op: str, dtype: torch.dtype) -> None:
     args = ARGUMENTS[op](dtype)
     expected = getattr(ir.ops, op).native(*copies(args))
     for got, want in zip(flat(getattr(ir.ops, op)(*args)), flat(expected), strict=True):
-        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        assert got.dtype == want.dtype
+        one_code = {"rtol": 2**-3, "atol": 2**-9}
+        close = one_code if want.dtype == FP8 else {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+        torch.testing.assert_close(got.float(), want.float(), **close)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -60,6 +76,18 @@ def test_fused_add_rms_norm_works_in_donated_memory() -> None:
     x, residual = X.clone(), X.flip(0).contiguous()
     y, total = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, WEIGHT, 1e-6)
     assert (y.data_ptr(), total.data_ptr()) == (x.data_ptr(), residual.data_ptr())
+
+
+@pytest.mark.parametrize(
+    ("op", "extra"),
+    [("fused_add_rms_norm_static_quant_fp8", (SCALE,)), ("fused_add_rms_norm_dynamic_quant_fp8", ())],
+)
+def test_quantising_norms_write_the_sum_into_the_donated_residual_only(op: str, extra: tuple[Tensor, ...]) -> None:
+    x, residual = X.clone(), X.flip(0).contiguous()
+    *_, total = getattr(ir.ops, op).maybe_inplace(x, residual, WEIGHT, *extra, 1e-6)
+    assert total.data_ptr() == residual.data_ptr()
+    assert torch.equal(total, X + X.flip(0))
+    assert torch.equal(x, X)
 
 
 def test_rotary_without_a_key_returns_what_native_returns() -> None:
@@ -79,6 +107,16 @@ def test_rotary_without_a_key_returns_what_native_returns() -> None:
         ("fused_add_rms_norm", (X, X.half(), None, 1e-6), "x_residual is float16"),
         ("silu_and_mul", (X[:, :63],), "multiple of 2"),
         ("gelu_and_mul", (X, "exact"), "approximate is 'exact'"),
+        ("static_quant_fp8", (X, SCALE.double()), "scale is float64"),
+        ("static_quant_fp8", (X, torch.ones(2)), "scale has shape (2,), needs one element"),
+        ("static_quant_fp8", (X.t(), SCALE), "the last dimension of x must have stride 1"),
+        ("dynamic_quant_fp8", (X.double(),), "x is float64"),
+        ("rms_norm_static_quant_fp8", (X, torch.ones(1, 64), SCALE, 1e-6), "weight has shape"),
+        ("rms_norm_dynamic_quant_fp8", (X.int(), None, 1e-6), "x is int32"),
+        ("fused_add_rms_norm_static_quant_fp8", (X, X, None, torch.ones(0), 1e-6), "needs one element"),
+        ("fused_add_rms_norm_dynamic_quant_fp8", (X, X.half(), None, 1e-6), "x_residual is float16"),
+        ("silu_and_mul_static_quant_fp8", (X[:, :63], SCALE), "multiple of 2"),
+        ("silu_and_mul_dynamic_quant_fp8", (X[:, :63],), "multiple of 2"),
         ("rotary_embedding", (torch.arange(6).int(), X, None, CACHE, 16), "positions is int32"),
     ],
 )
@@ -98,17 +136,20 @@ def test_kernels_that_do_not_load_are_unsupported_with_the_reason(monkeypatch: p
     assert answer.reason == "built for another torch"
 
 
-def test_compiled_answers_are_eager_s() -> None:
+@pytest.mark.parametrize("backend", ["irframework", "inductor"])
+def test_compiled_answers_are_eager_s(backend: str) -> None:
     """One graph with every op, since a compile costs seconds."""
     every = {op: ARGUMENTS[op](torch.bfloat16) for op in OPS}
 
     def call(every: dict[str, tuple[object, ...]]) -> list[Tensor]:
         return [result for op, args in every.items() for result in flat(getattr(ir.ops, op)(*args))]
 
+    torch._dynamo.reset()
     with torch.no_grad():
-        compiled = torch.compile(call, backend="irframework", fullgraph=True)(every)
+        compiled = torch.compile(call, backend=backend, fullgraph=True)(every)
         for got, want in zip(compiled, call(every), strict=True):
-            assert torch.equal(got, want)
+            assert got.dtype == want.dtype
+            assert torch.equal(got.float(), want.float())
     chosen = ir.last_report().selected_impls
     assert all(set(chosen[op].values()) == {"vllm_c"} for op in OPS)
 

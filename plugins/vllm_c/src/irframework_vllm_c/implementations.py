@@ -17,7 +17,7 @@ from irframework_vllm_c.library import NAMESPACE, KernelsNotLoadedError, instruc
 
 # The namespace exists before the library is loaded; looking it up once saves 0.1 us a call.
 KERNELS = torch.ops.irframework_vllm_c
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 FUNCTIONAL_KERNELS = (
     "rms_norm",
     "fused_add_rms_norm_functional",
