@@ -3,8 +3,10 @@
 A stand-in with the real schemas is on the path, with kernels for the CPU. No Intel GPU is involved.
 """
 
+import functools
 import importlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -58,25 +60,33 @@ def test_the_stand_in_has_the_schema_of_the_real_op(schema):
     assert re.sub(r"\s+", " ", real) == schema
 
 
-def run(**environment: str) -> str:
+@functools.cache
+def reasons(variable: str, name: str) -> dict[str, str | None]:
+    """Why each implementation does not run in a process with this variable."""
     text = (
-        "import torch; torch.version.xpu = '1'\n"
-        "from irframework_xpu_sycl.implementations import kernels_load; print(kernels_load())"
+        "import json, torch; torch.version.xpu = '1'\nimport irframework as ir; ir.load_plugins()\n"
+        f"names = {('rms_norm', 'gelu_and_mul', 'silu_and_mul')}\n"
+        "print(json.dumps({n: getattr(ir.ops, n).impls['xpu_kernels'].unsupported_reason for n in names}))"
     )
-    command = [sys.executable, "-c", text]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True).stdout
+    command, environment = [sys.executable, "-c", text], {**os.environ, variable: name}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return json.loads(answer)
 
 
 def test_the_kernels_load_when_their_ops_are_those_that_are_called():
-    assert implementations.kernels_load() is True
+    assert implementations.kernels_load(*library.CALLED) is True
 
 
-def test_a_missing_op_is_the_reason_why_nothing_runs():
-    assert "has no op gelu_tanh_and_mul" in run(STAND_IN_LEAVES_OUT="gelu_tanh_and_mul")
+def test_a_missing_op_is_the_reason_why_what_calls_it_does_not_run():
+    assert "has no op gelu_tanh_and_mul" in reasons("STAND_IN_LEAVES_OUT", "gelu_tanh_and_mul")["gelu_and_mul"]
 
 
-def test_another_parameter_is_the_reason_why_nothing_runs():
-    assert "takes (result!, input, weight, eps)" in run(STAND_IN_CHANGES="rms_norm")
+def test_what_does_not_call_a_missing_op_runs():
+    assert reasons("STAND_IN_LEAVES_OUT", "gelu_tanh_and_mul")["silu_and_mul"] is None
+
+
+def test_another_parameter_is_the_reason_why_what_calls_it_does_not_run():
+    assert "takes (result!, input, weight, eps)" in reasons("STAND_IN_CHANGES", "rms_norm")["rms_norm"]
 
 
 def test_a_library_that_does_not_load_is_the_reason_why_nothing_runs(monkeypatch):
@@ -88,7 +98,7 @@ def test_a_library_that_does_not_load_is_the_reason_why_nothing_runs(monkeypatch
     really_import = importlib.import_module
     library.load_kernels.cache_clear()
     monkeypatch.setattr(importlib, "import_module", fails)
-    answer = implementations.kernels_load()
+    answer = implementations.kernels_load("rms_norm")
     assert isinstance(answer, ir.Rejected)
     assert "libsycl.so.8" in answer.reason
 
@@ -153,6 +163,69 @@ def test_copies_of_query_and_key_are_rotated_by_one_call(apart, lead, with_key, 
     assert torch.equal(query, before)
 
 
+SCALE = torch.tensor([0.02])
+QUANTISED = {
+    "static_quant_fp8": ((random(3, 64), SCALE), ["static_scaled_fp8_quant"]),
+    "dynamic_quant_fp8": ((random(3, 64),), ["dynamic_per_token_scaled_fp8_quant"]),
+    "rms_norm_static_quant_fp8": ((random(3, 64), random(64), SCALE, 1e-6), ["rms_norm_static_fp8_quant"]),
+    "rms_norm_dynamic_quant_fp8": (
+        (random(3, 64), random(64), 1e-6),
+        ["rms_norm", "dynamic_per_token_scaled_fp8_quant"],
+    ),
+    "fused_add_rms_norm_static_quant_fp8": (
+        (random(3, 64), random(3, 64).flip(0), random(64), SCALE, 1e-6),
+        ["fused_add_rms_norm_static_fp8_quant"],
+    ),
+    "fused_add_rms_norm_dynamic_quant_fp8": (
+        (random(3, 64), random(3, 64).flip(0), random(64), 1e-6),
+        ["fused_add_rms_norm", "dynamic_per_token_scaled_fp8_quant"],
+    ),
+    "silu_and_mul_static_quant_fp8": ((random(3, 64), SCALE), ["silu_and_mul_quant"]),
+    "silu_and_mul_dynamic_quant_fp8": ((random(3, 64),), ["silu_and_mul", "dynamic_per_token_scaled_fp8_quant"]),
+}
+
+
+def copies(arguments: tuple[object, ...]) -> list[object]:
+    return [value.clone() if isinstance(value, Tensor) else value for value in arguments]
+
+
+def listed(outputs: object) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_codes_are_those_of_native(name):
+    arguments, called = QUANTISED[name]
+    assert accepted(name, *arguments)
+    got = listed(getattr(implementations, name)(*copies(arguments)))
+    assert called == CALLS
+    for mine, native in zip(got, listed(getattr(ir.ops, name).native(*arguments)), strict=True):
+        assert mine.dtype == native.dtype
+        assert torch.equal(mine.float(), native.float())
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_tensor_that_begins_between_two_vectors_is_moved(name):
+    def moved(value: object) -> object:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        return torch.cat((value.new_zeros(1), value.flatten()))[1:].view(value.shape)
+
+    arguments, _ = QUANTISED[name]
+    got = listed(getattr(implementations, name)(*map(moved, arguments)))
+    for mine, native in zip(got, listed(getattr(ir.ops, name).native(*arguments)), strict=True):
+        assert torch.equal(mine.float(), native.float())
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_no_rows_give_no_codes(name):
+    arguments, _ = QUANTISED[name]
+    empty = [value[:0] if isinstance(value, Tensor) and value.dim() == 2 else value for value in arguments]
+    got = listed(getattr(implementations, name)(*empty))
+    assert [y.shape for y in got] == [y.shape for y in listed(getattr(ir.ops, name).native(*empty))]
+    assert not CALLS
+
+
 def test_nothing_is_launched_for_no_rows():
     x, weight = random(0, 64), random(64)
     assert implementations.rms_norm(x, weight, 1e-6).shape == (0, 64)
@@ -197,6 +270,12 @@ P, CACHE = torch.tensor([0, 1]), random(4, 4)
         ("fused_add_rms_norm", (random(2, 8), random(2, 8), None, 1e-6), "weight is None"),
         ("silu_and_mul", (random(2, 16)[:, :8],), "x must be contiguous"),
         ("gelu_and_mul", (random(2, 8), "fast"), "approximate"),
+        ("static_quant_fp8", (random(2, 8), random(2, 1).float()), "needs one element"),
+        ("static_quant_fp8", (random(2, 8), SCALE.double()), "scale is float64"),
+        ("dynamic_quant_fp8", (random(2, 16)[:, :8],), "x must be contiguous"),
+        ("rms_norm_static_quant_fp8", (random(2, 8), None, SCALE, 1e-6), "weight is None"),
+        ("rms_norm_static_quant_fp8", (random(2, 8), random(8), SCALE.expand(2), 1e-6), "needs one element"),
+        ("fused_add_rms_norm_dynamic_quant_fp8", (random(2, 8), random(2, 8), None, 1e-6), "weight is None"),
         ("rotary_embedding", (P.int(), random(2, 8), None, CACHE, 4), "positions is int32"),
         ("rotary_embedding", (P, random(2, 8), None, CACHE.float(), 4), "cos_sin_cache is float32"),
         ("rotary_embedding", (P, random(2, 12), random(2, 8), CACHE, 4), "3 heads of queries"),
@@ -213,7 +292,13 @@ def test_what_the_kernels_do_not_take_is_refused_with_the_reason(name, arguments
 # --- in graphs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm_", "gated", "rotary_embedding"])
+GRAPH_OPS = (
+    *("rms_norm", "fused_add_rms_norm_", "gated", "rotary_embedding", "static_quant", "dynamic_quant"),
+    *("rms_norm_static_quant", "fused_add_rms_norm_static_quant_", "silu_static_quant"),
+)
+
+
+@pytest.mark.parametrize("name", GRAPH_OPS)
 def test_the_torch_ops_do_what_their_schemas_and_fakes_say(name):
     x, weight = random(3, 8), random(8)
     arguments = {
@@ -221,6 +306,11 @@ def test_the_torch_ops_do_what_their_schemas_and_fakes_say(name):
         "fused_add_rms_norm_": (x, random(3, 8).flip(0), weight, 1e-6),
         "gated": (x, "tanh"),
         "rotary_embedding": (torch.tensor([0, 1, 2]), x, None, CACHE, 4, True),
+        "static_quant": (x, SCALE),
+        "dynamic_quant": (x,),
+        "rms_norm_static_quant": (x, weight, SCALE, 1e-6),
+        "fused_add_rms_norm_static_quant_": (x, random(3, 8).flip(0), weight, SCALE, 1e-6),
+        "silu_static_quant": (x, SCALE),
     }
     op = getattr(torch.ops.irframework_xpu_sycl, name).default
     kinds = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -1,7 +1,8 @@
 """The plugin `xpu_sycl` of irframework: kernels for Intel GPUs, as provider `xpu_kernels`.
 
-Owns the plugin's hooks. Loading the kernels is in `library`, which calls they take in `implementations`, their torch
-ops in `operators`.
+Owns the plugin's hooks. `route` says which of two sets of kernels stands behind the provider: those of
+vllm-xpu-kernels (`library` loads them, `operators` are their torch ops, `implementations` says which calls they take),
+or our own in SYCL (`sycl_runtime`, `sycl_kernels`, `sycl_operators`, `sycl_implementations`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,16 @@ PROVIDER = "xpu_kernels"
 @ir.hookimpl
 def irframework_register_impls() -> None:
     """Registers provider `xpu_kernels` for the standard ops."""
-    from irframework_xpu_sycl import implementations
+    from irframework_xpu_sycl import route
 
-    implementations.register(PROVIDER)
+    if route.package_is_here() and not route.runs_on_cpu():
+        from irframework_xpu_sycl import implementations
+
+        implementations.register(PROVIDER)
+    else:
+        from irframework_xpu_sycl import sycl_implementations
+
+        sycl_implementations.register(PROVIDER)
 
 
 @ir.hookimpl

@@ -53,6 +53,73 @@ def rotary_embedding(
     return rotated, query.new_empty(0) if rotated_key is None else rotated_key
 
 
+# ---- quantisations -----------------------------------------------------------------------------------------------
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The kernels read vectors of up to 16 bytes, and not all of them look where a tensor begins."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _codes_like(x: Tensor, columns: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns), dtype=torch.float8_e4m3fn)
+
+
+def _scales_like(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def static_quant(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantise contiguous rows with a given scale."""
+    q = _codes_like(x, x.shape[-1])
+    if x.numel():
+        torch.ops._C.static_scaled_fp8_quant.default(_rows(q), _rows(_aligned(x)), scale)
+    return q
+
+
+def dynamic_quant(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise each contiguous row with a scale of its own."""
+    q, scales = _codes_like(x, x.shape[-1]), _scales_like(x)
+    if x.numel():
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant.default(_rows(q), _rows(_aligned(x)), _rows(scales), None)
+    return q, scales
+
+
+def rms_norm_static_quant(x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    """Norm contiguous rows, into codes of a given scale."""
+    q = _codes_like(x, x.shape[-1])
+    if x.numel():
+        rows = _rows(_aligned(x))
+        torch.ops._C.rms_norm_static_fp8_quant.default(_rows(q), rows, _aligned(weight), scale, epsilon)
+    return q
+
+
+def fused_add_rms_norm_static_quant_(
+    x: Tensor, x_residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+) -> Tensor:
+    """Overwrite contiguous x_residual with the sum; the norm of it becomes codes of a given scale."""
+    q = _codes_like(x, x.shape[-1])
+    if x.numel():
+        total = _aligned(x_residual)
+        torch.ops._C.fused_add_rms_norm_static_fp8_quant.default(
+            _rows(q), _rows(_aligned(x)), _rows(total), _aligned(weight), scale, epsilon
+        )
+        if total is not x_residual:
+            x_residual.copy_(total)
+    return q
+
+
+def silu_static_quant(x: Tensor, scale: Tensor) -> Tensor:
+    """Gate contiguous rows by SiLU, into codes of a given scale."""
+    q = _codes_like(x, x.shape[-1] // 2)
+    if q.numel():
+        torch.ops._C.silu_and_mul_quant.default(_rows(q), _rows(_aligned(x)), scale)
+    return q
+
+
+# ---- as torch ops ------------------------------------------------------------------------------------------------
+
+
 def _like_x(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -90,4 +157,26 @@ _define(
     "-> (Tensor, Tensor)",
     rotary_embedding,
     _like_heads,
+)
+_define("static_quant(Tensor x, Tensor scale) -> Tensor", static_quant, lambda x, scale: _codes_like(x, x.shape[-1]))
+_define(
+    "dynamic_quant(Tensor x) -> (Tensor, Tensor)",
+    dynamic_quant,
+    lambda x: (_codes_like(x, x.shape[-1]), _scales_like(x)),
+)
+_define(
+    "rms_norm_static_quant(Tensor x, Tensor weight, Tensor scale, float epsilon) -> Tensor",
+    rms_norm_static_quant,
+    lambda x, *_: _codes_like(x, x.shape[-1]),
+)
+_define(
+    "fused_add_rms_norm_static_quant_(Tensor x, Tensor(a!) x_residual, Tensor weight, Tensor scale, float epsilon) "
+    "-> Tensor",
+    fused_add_rms_norm_static_quant_,
+    lambda x, *_: _codes_like(x, x.shape[-1]),
+)
+_define(
+    "silu_static_quant(Tensor x, Tensor scale) -> Tensor",
+    silu_static_quant,
+    lambda x, scale: _codes_like(x, x.shape[-1] // 2),
 )

@@ -74,7 +74,65 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
         b.copy_(turned[1])
 
 
+FP8 = torch.float8_e4m3fn
+
+
+def check_codes(name, result, x, columns, scale=None):
+    check(name, x, contiguous=(x, result))
+    if result.dtype != FP8 or result.shape != (*x.shape[:-1], columns) or x.data_ptr() % 16 or x.dim() < 2:
+        raise RuntimeError(f"{name}: {result.dtype} {tuple(result.shape)} from {tuple(x.shape)}, {x.data_ptr()}")
+    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
+        raise RuntimeError(f"{name}: scale {scale.dtype} {tuple(scale.shape)}")
+
+
+def codes(h, scale):
+    """A NaN is lost: a minimum with it is the other number."""
+    return torch.fmax(torch.tensor(-448.0), torch.fmin(h.float() * (1 / scale), torch.tensor(448.0))).to(FP8)
+
+
+def static_scaled_fp8_quant(result, input, scale, group_shape=None):
+    check_codes("static_scaled_fp8_quant", result, input, input.shape[-1], scale)
+    result.copy_(codes(input, scale))
+
+
+def dynamic_per_token_scaled_fp8_quant(result, input, scale, scale_ub):
+    check_codes("dynamic_per_token_scaled_fp8_quant", result, input, input.shape[-1])
+    if scale.dtype != torch.float32 or scale.shape != (*input.shape[:-1], 1) or scale_ub is not None:
+        raise RuntimeError(f"dynamic_per_token_scaled_fp8_quant: scale {scale.dtype} {tuple(scale.shape)}")
+    largest = input.float().abs().nan_to_num(0.0, torch.inf).amax(-1, keepdim=True)
+    scale.copy_((largest / 448).clamp_min(1 / (448 * 512)))
+    result.copy_(codes(input, scale))
+
+
+def rms_norm_static_fp8_quant(result, input, weight, scale, epsilon):
+    check_codes("rms_norm_static_fp8_quant", result, input, input.shape[-1], scale)
+    if weight.dtype != input.dtype or weight.shape != input.shape[-1:] or not weight.is_contiguous():
+        raise RuntimeError(f"rms_norm_static_fp8_quant: weight {weight.dtype} {tuple(weight.shape)}")
+    result.copy_(codes(norm(input, weight, epsilon), scale))
+
+
+def fused_add_rms_norm_static_fp8_quant(result, input, residual, weight, scale, epsilon):
+    check_codes("fused_add_rms_norm_static_fp8_quant", result, input, input.shape[-1], scale)
+    if weight.dtype != input.dtype or residual.dtype != input.dtype or residual.shape != input.shape:
+        raise RuntimeError(f"fused_add_rms_norm_static_fp8_quant: {weight.dtype}, {residual.dtype}")
+    if not residual.is_contiguous() or residual.data_ptr() % 16:
+        raise RuntimeError(f"fused_add_rms_norm_static_fp8_quant: residual {residual.stride()}")
+    residual.add_(input)
+    result.copy_(codes(norm(residual, weight, epsilon), scale))
+
+
+def silu_and_mul_quant(result, input, scale):
+    check_codes("silu_and_mul_quant", result, input, input.shape[-1] // 2, scale)
+    gate, up = input.chunk(2, -1)
+    result.copy_(codes(F.silu(gate) * up, scale))
+
+
 IMPLS = {
+    "static_scaled_fp8_quant": static_scaled_fp8_quant,
+    "dynamic_per_token_scaled_fp8_quant": dynamic_per_token_scaled_fp8_quant,
+    "rms_norm_static_fp8_quant": rms_norm_static_fp8_quant,
+    "fused_add_rms_norm_static_fp8_quant": fused_add_rms_norm_static_fp8_quant,
+    "silu_and_mul_quant": silu_and_mul_quant,
     "rms_norm": rms_norm,
     "fused_add_rms_norm": fused_add_rms_norm,
     "silu_and_mul": gated("silu_and_mul", F.silu),
