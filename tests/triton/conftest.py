@@ -12,7 +12,12 @@ import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # Of numpy, which the interpreter computes with: a device overflows to inf without a word.
-NUMPY = ("ignore:overflow encountered", "ignore:invalid value encountered", "ignore:Conversion of an array with ndim")
+NUMPY = (
+    "ignore:overflow encountered",
+    "ignore:invalid value encountered",
+    "ignore:divide by zero encountered",
+    "ignore:Conversion of an array with ndim",
+)
 HERE = Path(__file__).parent
 
 if importlib.util.find_spec("irframework_triton_kernels") is None:

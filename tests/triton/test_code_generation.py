@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import subprocess
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +80,9 @@ CASES = [
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": True, "rest_block": 0}),
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": False, "rest_block": 32, "has_key": False}),
 ]
-WHOLE = [case for case in CASES if case.constants.get("whole", True)]
+# One of each kernel and of what it stores: for the devices that are close relatives of another.
+MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
+EARLY = [replace(case, constants=case.constants | {"early": True, "resident": 1}) for case in (CASES[4], CASES[9])]
 
 
 def compiled(case: Case, target: str, element: str = "bf16", number: str = "i32", aligned: bool = False):
@@ -110,25 +113,42 @@ def compiled(case: Case, target: str, element: str = "bf16", number: str = "i32"
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": case.warps})
 
 
-@pytest.fixture(autouse=True)
-def cold_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(autouse=True, scope="module")
+def cold_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm")])
-@pytest.mark.parametrize("case", CASES, ids=str)
+def on(*targets: str) -> list[Any]:
+    """All cases for the first of some targets, the main ones for its relatives."""
+    pairs = [(case, target) for target in targets for case in (CASES if target == targets[0] else MAIN)]
+    return [pytest.param(case, target, id=f"{target}-{case}") for case, target in pairs]
+
+
+@pytest.mark.parametrize(("case", "target"), on("sm_90", "sm_80", "sm_100"))
 def test_every_kernel_becomes_a_cubin(case, target):
-    asm = compiled(case, target).asm
+    asm = compiled(case, target, aligned=True).asm
     assert f".target {target}" in asm["ptx"]
     assert asm["cubin"][:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("gfx")])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "target"), on("gfx942", "gfx90a", "gfx950"))
 def test_every_kernel_becomes_a_code_object(case, target):
     asm = compiled(case, target).asm
     assert target in asm["amdgcn"]
     assert asm["hsaco"][:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("case", EARLY, ids=str)
+def test_kernels_that_start_early_wait_before_they_read(case):
+    ptx = compiled(case, "sm_90").asm["ptx"]
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_codes_are_made_by_the_device_where_it_can(target):
+    assert ("e4m3x2" in compiled(CASES[13], target).asm["ptx"]) == (target in CONVERTS)
 
 
 @pytest.mark.parametrize("element", ["fp32", "fp16"])
@@ -155,10 +175,36 @@ def test_sizes_and_strides_of_one_compile(number):
     assert compiled(replace(case, constants=case.constants | dict.fromkeys(ONES[case.kernel], 1)), "sm_90").asm["cubin"]
 
 
+VECTORS = {"ld.global.v4.b32", "st.global.v4.b32"}
+# The tail of a row has half as much for each thread; codes have half the bytes; single numbers: a scale, a position.
+NARROWER = {"ld.global.v2.b32", "st.global.v2.b32", "st.global.b32", "ld.global.b32", "ld.global.b64"}
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)
 def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
-    ptx = compiled(case, "sm_90", aligned=True).asm["ptx"]
-    print(sorted(set(re.findall(r"\b(?:ld|st)\.global[\w.]*", ptx))), re.findall(r"\.reg[^\n]*", ptx)[:4])
+    kernel = compiled(case, "sm_90", aligned=True)
+    found = re.findall(r"\b(?:ld|st)\.global[\w.]*", kernel.asm["ptx"])
+    if case.constants.get("codes") or case.constants.get("tail"):
+        assert "ld.global.v4.b32" in found
+        assert set(found) <= VECTORS | NARROWER
+        if not case.constants.get("tail"):
+            assert found.count("st.global.b32") <= 1  # the scale of a row
+            assert "st.global.v2.b32" in found
+            assert "ld.global.v2.b32" not in found
+    else:
+        assert set(found) - {"ld.global.b64"} == VECTORS
+    assert "ttg.convert_layout" not in kernel.asm["ttgir"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)
+def test_registers_are_not_spilled(case, tmp_path):
+    (tmp_path / "kernel.cubin").write_bytes(compiled(case, "sm_90", aligned=True).asm["cubin"])
+    tool = triton.knobs.nvidia.cuobjdump.path
+    usage = subprocess.run(
+        [tool, "-res-usage", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "STACK:0 " in usage
+    assert "LOCAL:0 " in usage
 
 
 def test_the_norm_sums_in_float32():

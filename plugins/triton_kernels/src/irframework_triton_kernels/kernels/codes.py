@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
 """Codes of float8_e4m3fn: how float32 becomes one, and the scale of a row. Owns no kernel; the kernels end in these.
 
+Sums and largest values of rows are here, too.
+
 Source of the format: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3.
 """
 
@@ -41,9 +43,27 @@ def codes_of(h, inverse, hardware: tl.constexpr):
 
 
 @triton.jit
-def largest_of(h):
-    """The largest magnitude of each row, as its bits, which have the order of what they mean; NaN is above all."""
-    return tl.max(h.to(tl.int32, bitcast=True) & MAGNITUDE, 1)
+def summed(h, tile_rows: tl.constexpr):
+    """The sum of each row, [tile_rows, 1], or of the only one: a number has no layout, so none must be changed."""
+    if tile_rows == 1:
+        return tl.sum(h)
+    else:
+        return tl.sum(h, 1)[:, None]
+
+
+@triton.jit
+def magnitudes(h):
+    """Magnitudes as their bits, which have the order of what they mean; NaN is above all."""
+    return h.to(tl.int32, bitcast=True) & MAGNITUDE
+
+
+@triton.jit
+def largest_of(bits, tile_rows: tl.constexpr):
+    """The largest magnitude of each row, as `summed`."""
+    if tile_rows == 1:
+        return tl.max(bits)
+    else:
+        return tl.max(bits, 1)[:, None]
 
 
 @triton.jit
@@ -54,9 +74,11 @@ def scale_of(largest):
 
 
 @triton.jit
-def stored(y, h, inverse, mask, codes: tl.constexpr, hardware: tl.constexpr):
-    """Stores float32 values at `y`: as they are, rounded to its dtype, or as codes."""
+def stored(y, columns, h, inverse, mask, x, codes: tl.constexpr, hardware: tl.constexpr):
+    """Stores float32 values, which were made of those of `x`, at `y`: rounded to its dtype, or as codes."""
     if codes == VALUES:
-        tl.store(y, h.to(y.dtype.element_ty), mask=mask)
+        tl.store(y + columns, h.to(y.dtype.element_ty), mask=mask)
     else:
-        tl.store(y, codes_of(h, inverse, hardware), mask=mask)
+        # As many at once as are read at once. 16 bytes of codes would want another layout, and x be rearranged for it.
+        at = tl.max_contiguous(y + columns, [1, 128 // x.dtype.element_ty.primitive_bitwidth])
+        tl.store(at, codes_of(h, inverse, hardware), mask=mask)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import STATIC, largest_of, scale_of, stored
+from irframework_triton_kernels.kernels.codes import STATIC, largest_of, magnitudes, scale_of, stored
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 SILU = tl.constexpr(0)
@@ -65,8 +65,9 @@ def gated_kernel(
         inverse = tl.math.div_rn(1.0, tl.load(code_scale))
     else:
         inverse = 1.0
-    h = _value(x + row * x_stride, columns, length, mask, activation)
-    stored(y + row * length + columns, h, inverse, mask, codes, hardware)
+    x += row * x_stride
+    h = _value(x, columns, length, mask, activation)
+    stored(y + row * length, columns, h, inverse, mask, x, codes, hardware)
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _quantise_rows(
     whole: tl.constexpr,
 ):
     """Quantises the rows of one tile: `block` elements and `tail` more in registers, or read twice."""
-    row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = tl.full((tile_rows, 1), tile_rows, tl.int64) * tile + tl.arange(0, tile_rows)[:, None]
     live = row < rows
     x += row * x_stride
     y += row * length
@@ -97,30 +98,30 @@ def _quantise_rows(
         mask = live & (columns < length)
         mask_behind = live & (behind < length)
         h = _value(x, columns, length, mask, activation)
-        largest = largest_of(h)
+        largest = largest_of(magnitudes(h), tile_rows)
         if tail:
             h_behind = _value(x, behind, length, mask_behind, activation)
-            largest = tl.maximum(largest, largest_of(h_behind))
-        scale = scale_of(largest)[:, None]
+            largest = tl.maximum(largest, largest_of(magnitudes(h_behind), tile_rows))
+        scale = scale_of(largest)
         tl.store(code_scale + row, scale, mask=live)
         inverse = tl.math.div_rn(1.0, scale)
-        stored(y + columns, h, inverse, mask, codes, hardware)
+        stored(y, columns, h, inverse, mask, x, codes, hardware)
         if tail:
-            stored(y + behind, h_behind, inverse, mask_behind, codes, hardware)
+            stored(y, behind, h_behind, inverse, mask_behind, x, codes, hardware)
     else:
-        largest = tl.zeros((tile_rows,), tl.int32)
+        most = tl.zeros((tile_rows, block), tl.int32)
         for start in range(0, length, block):
             at = start + columns
             h = _value(x, at, length, live & (at < length), activation)
-            largest = tl.maximum(largest, largest_of(h))
-        scale = scale_of(largest)[:, None]
+            most = tl.maximum(most, magnitudes(h))
+        scale = scale_of(largest_of(most, tile_rows))
         tl.store(code_scale + row, scale, mask=live)
         inverse = tl.math.div_rn(1.0, scale)
         for start in range(0, length, block):
             at = start + columns
             mask = live & (at < length)
             h = _value(x, at, length, mask, activation)
-            stored(y + at, h, inverse, mask, codes, hardware)
+            stored(y, at, h, inverse, mask, x, codes, hardware)
 
 
 @triton.jit(do_not_specialize=["rows"])

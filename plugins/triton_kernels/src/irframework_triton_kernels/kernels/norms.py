@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, largest_of, scale_of, stored
+from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, largest_of, magnitudes, scale_of, stored, summed
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
@@ -75,7 +75,7 @@ def _norm_rows(
     A row is `block` elements and `tail` more, all in registers; if it is not whole, it is read again from `residual`
     (or x) for each of the passes: the sum of squares, the largest magnitude, the result.
     """
-    row = tile.to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    row = tl.full((tile_rows, 1), tile_rows, tl.int64) * tile + tl.arange(0, tile_rows)[:, None]
     live = row < rows
     x += row * x_stride
     y += row * hidden
@@ -96,44 +96,44 @@ def _norm_rows(
             h_behind = _read(x, x_residual, residual, behind, mask_behind, has_residual)
         # Before the sum, so that nothing waits for it behind the sum.
         w = _weight(weight, columns, hidden, has_weight)
-        total = tl.sum(_squares(h, columns, variance_size, partial), 1)
+        total = summed(_squares(h, columns, variance_size, partial), tile_rows)
         if tail:
             w_behind = _weight(weight, behind, hidden, has_weight)
-            total += tl.sum(_squares(h_behind, behind, variance_size, partial), 1)
-        scale = tl.rsqrt(total / variance_size + epsilon)[:, None]
+            total += summed(_squares(h_behind, behind, variance_size, partial), tile_rows)
+        scale = tl.rsqrt(total / variance_size + epsilon)
         h = _scaled(h, scale, w, x, has_weight)
         if tail:
             h_behind = _scaled(h_behind, scale, w_behind, x, has_weight)
         if codes == DYNAMIC:
-            largest = largest_of(h)
+            largest = largest_of(magnitudes(h), tile_rows)
             if tail:
-                largest = tl.maximum(largest, largest_of(h_behind))
-            row_scale = scale_of(largest)[:, None]
+                largest = tl.maximum(largest, largest_of(magnitudes(h_behind), tile_rows))
+            row_scale = scale_of(largest)
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
-        stored(y + columns, h, inverse, mask, codes, hardware)
+        stored(y, columns, h, inverse, mask, x, codes, hardware)
         if tail:
-            stored(y + behind, h_behind, inverse, mask_behind, codes, hardware)
+            stored(y, behind, h_behind, inverse, mask_behind, x, codes, hardware)
     else:
         squares = tl.zeros((tile_rows, block), tl.float32)
         for start in range(0, hidden if has_residual else variance_size, block):
             at = start + columns
             h = _read(x, x_residual, residual, at, live & (at < hidden), has_residual)
             squares += _squares(h, at, variance_size, True)
-        scale = tl.rsqrt(tl.sum(squares, 1) / variance_size + epsilon)[:, None]
+        scale = tl.rsqrt(summed(squares, tile_rows) / variance_size + epsilon)
         again = x
         if has_residual:
             again = residual
             # What other threads of this program stored is read next.
             tl.debug_barrier()
         if codes == DYNAMIC:
-            largest = tl.zeros((tile_rows,), tl.int32)
+            most = tl.zeros((tile_rows, block), tl.int32)
             for start in range(0, hidden, block):
                 at = start + columns
                 h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
                 h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
-                largest = tl.maximum(largest, largest_of(h))
-            row_scale = scale_of(largest)[:, None]
+                most = tl.maximum(most, magnitudes(h))
+            row_scale = scale_of(largest_of(most, tile_rows))
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
         for start in range(0, hidden, block):
@@ -141,7 +141,7 @@ def _norm_rows(
             mask = live & (at < hidden)
             h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
             h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
-            stored(y + at, h, inverse, mask, codes, hardware)
+            stored(y, at, h, inverse, mask, x, codes, hardware)
 
 
 @triton.jit(do_not_specialize=["rows"])
