@@ -1,15 +1,16 @@
 """How fast the CPU kernels of irframework-vllm-c are, as ratios to what torch offers, measured in one process.
 
 Run `python benchmarks/kernels_cpu.py` (a few minutes), `--quick` for a look, `--json` for machines, `--op` for others
-than rms_norm. Each line is one shape, dtype and number of threads:
+than rms_norm (`--op quantising` for all that end in 8-bit codes). Each line is one shape, dtype and number of threads:
 
     ours        time of one call of the kernel through its torch op, in microseconds: the least of all rounds
-    op          the same for torch's own function (F.rms_norm; F.silu or F.gelu and a product)
+    op          the same for torch's own function (F.rms_norm; F.silu or F.gelu and a product), then the quantisation as
+                its definition says, where the op ends in one; "-" where torch has no such function
     native      the same for the op's definition, run eagerly
     inductor    the same for the definition under torch.compile, called as a user calls it
     best/ours   the fastest of the three divided by ours, and in brackets the quartiles of that ratio over the rounds.
-                The goal is at least 0.95 everywhere
-    op/ours     torch's own function divided by ours. The goal for bfloat16 is at least 3 from 64 rows on
+                The goal is at least 0.95 everywhere, and more than 1 for bfloat16 that is quantised
+    op/ours     torch's own function divided by ours. The goal for rms_norm in bfloat16 is at least 3 from 64 rows on
 
 Noise of a machine only ever adds time, so the least of many rounds is what is compared. All contestants of a line take
 turns within each round, in an order that rotates; with one thread the clock is that thread's processor time, which does
@@ -48,6 +49,12 @@ WIDTHS = (576, 4096, 8192)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EPSILON = 1e-6
 CONTESTANTS = ("ours", "op", "native", "inductor")
+PLAIN = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")
+QUANTISING = tuple(
+    f"{before}{kind}_quant_fp8"
+    for before in ("", "rms_norm_", "fused_add_rms_norm_", "silu_and_mul_")
+    for kind in ("static", "dynamic")
+)
 
 Call = Callable[[], object]
 
@@ -63,7 +70,7 @@ class Line:
     width: int
     times: dict[str, float]
     best_to_ours: tuple[float, float, float]
-    op_to_ours: tuple[float, float, float]
+    op_to_ours: tuple[float, float, float] | None
 
 
 def torch_silu_and_mul(x: Tensor) -> Tensor:
@@ -113,6 +120,38 @@ def calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[
     }
 
 
+def quantising_calls_of(
+    op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[str, Call]
+) -> dict[str, Call]:
+    """As `calls_of`, for an op that ends in codes."""
+    before, kind, *_ = op.replace("dynamic", "/dynamic").replace("static", "/static").split("/") + [""]
+    kernel = getattr(torch.ops.irframework_vllm_c, op).default
+    definition: Callable[..., object] = getattr(ir.ops, op).native
+    weight, scale = torch.randn(width).to(dtype), torch.full((1,), 0.02)
+    x = torch.randn(rows, 2 * width if before == "silu_and_mul_" else width).to(dtype)
+    ending: tuple[object, ...] = (scale,) if kind.startswith("static") else ()
+    quantise = ir.ops.static_quant_fp8.native if ending else ir.ops.dynamic_quant_fp8.native
+    args = ours = {
+        "": (x, *ending),
+        "rms_norm_": (x, weight, *ending, EPSILON),
+        "fused_add_rms_norm_": (x, x, weight, *ending, EPSILON),
+        "silu_and_mul_": (x, *ending),
+    }[before]
+    functions: dict[str, Callable[[], Tensor]] = {
+        "rms_norm_": lambda: F.rms_norm(x, (width,), weight, EPSILON),
+        "fused_add_rms_norm_": lambda: F.rms_norm(x + x, (width,), weight, EPSILON),
+        "silu_and_mul_": lambda: torch_silu_and_mul(x),
+    }
+    if before == "fused_add_rms_norm_":
+        # In place: adding zeros keeps the values bounded however often it runs.
+        ours = (torch.zeros_like(x), x.clone(), *args[2:])
+        args = (x, x.clone(), *args[2:])
+    calls: dict[str, Call] = {"ours": lambda: kernel(*ours)}
+    if before:
+        calls["op"] = lambda: quantise(functions[before](), *ending)
+    return calls | {"native": lambda: definition(*args), "inductor": lambda: compiled[op](*args)}
+
+
 def seconds_per_call(call: Call, repeats: int) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
@@ -143,9 +182,10 @@ def ratio(theirs: list[list[float]], ours: list[float]) -> tuple[float, float, f
     return min(map(min, theirs)) / min(ours), low, high
 
 
-def lines(args: argparse.Namespace) -> list[Line]:
-    """Measures everything that was asked for, printing each line when it is known."""
+def lines(args: argparse.Namespace, op: str) -> list[Line]:
+    """Measures everything that was asked for about an op, printing each line when it is known."""
     found = []
+    calls_for = quantising_calls_of if op in QUANTISING else calls_of
     for threads in args.threads:
         torch.set_num_threads(threads)
         for dtype in args.dtype:
@@ -153,17 +193,17 @@ def lines(args: argparse.Namespace) -> list[Line]:
                 for width in args.width:
                     # One artefact per shape and number of threads: what Inductor does best.
                     torch._dynamo.reset()
-                    artefacts = {args.op: torch.compile(getattr(ir.ops, args.op).native, dynamic=False)}
-                    times = measure(calls_of(args.op, rows, width, DTYPES[dtype], artefacts), args.rounds, args.seconds)
+                    artefacts = {op: torch.compile(getattr(ir.ops, op).native, dynamic=False)}
+                    times = measure(calls_for(op, rows, width, DTYPES[dtype], artefacts), args.rounds, args.seconds)
                     line = Line(
-                        args.op,
+                        op,
                         threads,
                         dtype,
                         rows,
                         width,
                         {name: min(values) * 1e6 for name, values in times.items()},
-                        ratio([times[name] for name in CONTESTANTS[1:]], times["ours"]),
-                        ratio([times["op"]], times["ours"]),
+                        ratio([values for name, values in times.items() if name != "ours"], times["ours"]),
+                        ratio([times["op"]], times["ours"]) if "op" in times else None,
                     )
                     found.append(line)
                     if not args.json:
@@ -172,10 +212,10 @@ def lines(args: argparse.Namespace) -> list[Line]:
 
 
 def text_of(line: Line) -> str:
-    def shown(values: tuple[float, float, float]) -> str:
-        return f"{values[0]:6.2f} ({values[1]:.2f}-{values[2]:.2f})"
+    def shown(values: tuple[float, float, float] | None) -> str:
+        return f"{values[0]:6.2f} ({values[1]:.2f}-{values[2]:.2f})" if values else f"{'-':>6}"
 
-    times = " ".join(f"{line.times[name]:10.1f}" for name in CONTESTANTS)
+    times = " ".join(f"{line.times[name]:10.1f}" if name in line.times else f"{'-':>10}" for name in CONTESTANTS)
     shape = f"{line.rows:>5} x {line.width:<5}"
     return (
         f"{line.threads:>7} {line.dtype:>9} {shape} {times}   {shown(line.best_to_ours):<22} {shown(line.op_to_ours)}"
@@ -184,23 +224,21 @@ def text_of(line: Line) -> str:
 
 def misses(found: list[Line]) -> list[str]:
     """The lines that miss a goal, in words."""
-    slow = [
-        f"{x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}: best/ours is {x.best_to_ours[0]:.2f}, goal 0.95"
-        for x in found
-        if x.best_to_ours[0] < 0.95
-    ]
-    near = [
-        f"{x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}: op/ours is {x.op_to_ours[0]:.2f}, goal 3"
-        for x in found
-        if x.op == "rms_norm" and x.dtype == "bfloat16" and x.rows >= 64 and x.op_to_ours[0] < 3
-    ]
-    return slow + near
+    found_slow = []
+    for x in found:
+        goal = 1.0 if x.op in QUANTISING and x.dtype == "bfloat16" else 0.95
+        where = f"{x.op}, {x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}"
+        if x.best_to_ours[0] < goal:
+            found_slow.append(f"{where}: best/ours is {x.best_to_ours[0]:.2f}, goal {goal}")
+        if x.op == "rms_norm" and x.dtype == "bfloat16" and x.rows >= 64 and x.op_to_ours and x.op_to_ours[0] < 3:
+            found_slow.append(f"{where}: op/ours is {x.op_to_ours[0]:.2f}, goal 3")
+    return found_slow
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")
-    parser.add_argument("--op", choices=ops, default="rms_norm")
+    ops = (*PLAIN, *QUANTISING, "quantising")
+    parser.add_argument("--op", choices=ops, nargs="+", default=["rms_norm"], help="quantising: all that end in codes")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--dtype", choices=list(DTYPES), nargs="+", default=["float32", "bfloat16"])
@@ -215,11 +253,14 @@ def main() -> None:
     if args.quick:
         args.rows, args.width, args.rounds = (64, 1024), (4096,), 5
     isa = library.instruction_set()
-    if not args.json:
-        print(f"{args.op}, torch {torch.__version__}, kernels for {isa}, times in us")
-        print(f"threads     dtype  rows x width {' '.join(f'{n:>10}' for n in CONTESTANTS)}   best/ours{'':<14}op/ours")
-    with torch.inference_mode():
-        found = lines(args)
+    found: list[Line] = []
+    for op in (name for given in args.op for name in (QUANTISING if given == "quantising" else (given,))):
+        if not args.json:
+            head = " ".join(f"{n:>10}" for n in CONTESTANTS)
+            print(f"{op}, torch {torch.__version__}, kernels for {isa}, times in us")
+            print(f"threads     dtype  rows x width {head}   best/ours{'':<14}op/ours")
+        with torch.inference_mode():
+            found += lines(args, op)
     if args.json:
         report = {"torch": torch.__version__, "isa": isa, "lines": [asdict(x) for x in found], "misses": misses(found)}
         print(json.dumps(report, indent=2))
