@@ -65,10 +65,16 @@ struct View {
   }
 };
 
-// Refuses a tensor that is not on the device on which the kernel runs.
-inline View view_of(const char* op, const char* name, const Tensor& tensor, const Device& on = cpu_device()) {
+// Of a call's first tensor, which says where the kernel runs.
+inline View view_of(const char*, const char* name, const Tensor& tensor) {
   View v{name, tensor.get(), tensor.dim(), tensor.sizes().data(), tensor.strides().data(), 0, device_of(tensor)};
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.handle, &v.dtype));
+  return v;
+}
+
+// Of each other one: refuses a tensor that is somewhere else.
+inline View view_of(const char* op, const char* name, const Tensor& tensor, const Device& on) {
+  const View v = view_of(op, name, tensor);
   if (!(v.device == on)) {
     fail(op, std::string(name) + " is not on " + name_of(on) + " but on " + name_of(v.device));
   }

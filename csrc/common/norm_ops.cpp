@@ -1,4 +1,4 @@
-// Owns the ops rms_norm and fused_add_rms_norm on the CPU, alone and with a quantisation: their checks, outputs and
+// Owns the ops rms_norm and fused_add_rms_norm, on every device, alone and with a quantisation: their checks, outputs and
 // arguments.
 #include <torch/csrc/stable/ops.h>
 
@@ -47,12 +47,10 @@ void check_overwritten_residual(const char* op, const View& residual, const Norm
   if (args.x == args.residual) fail(op, "x_residual is written to, so it must not be the same memory as x");
 }
 
-// Tensors that move for each row: x and the norm, or x, the residual and the sum, and the norm.
-void run_norm(const View& x, NormArgs& args, Tensor& out, int64_t tensors) {
+void run_norm(const char* op, const View& x, NormArgs& args, const Tensor& out) {
   args.out = out.data_ptr();
-  const int64_t rows = product(x, x.dims - 1), row_bytes = args.cols * bytes_of(args.type);
-  args.stream = rows * row_bytes >= kStreamBytes;
-  if (rows > 0 && args.cols > 0) run(active_kernels().norm, args, rows, tensors * row_bytes);
+  const int64_t rows = product(x, x.dims - 1);
+  if (rows > 0 && args.cols > 0) run(op, x.device, args, rows);
 }
 
 // Quantises the norm: with `scale`, or with one for each row if that is null.
@@ -65,10 +63,8 @@ CodesAndScales quantised(const char* op, const View& x, NormArgs& args, const Te
   args.out = codes.data_ptr();
   args.quantisation = dynamic ? Quantisation::dynamic : Quantisation::fixed;
   if (dynamic) args.scales = static_cast<float*>(scales.data_ptr());
-  const int64_t rows = product(x, x.dims - 1), row_bytes = args.cols * bytes_of(args.type);
-  args.stream = rows * args.cols >= kStreamBytes;
-  const int64_t moved = (args.residual != nullptr ? 3 : 1) * row_bytes + args.cols;
-  if (rows > 0) run(active_kernels().norm, args, rows, moved, dynamic ? row_bytes : 0);
+  const int64_t rows = product(x, x.dims - 1);
+  if (rows > 0) run(op, x.device, args, rows);
   return {codes, scales};
 }
 
@@ -81,7 +77,7 @@ static Tensor rms_norm_to(const Tensor& x, OptionalTensor& weight, double epsilo
   const View view = view_of(op, "x", x);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   Tensor out = output_for(op, "out", given, view, view.sizes, view.dtype);
-  run_norm(view, args, out, 2);
+  run_norm(op, view, args, out);
   return out;
 }
 
@@ -122,7 +118,7 @@ void rms_norm_dynamic_quant_fp8_out(const Tensor& x, OptionalTensor weight, doub
 
 void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
   const char* op = "fused_add_rms_norm";
-  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   add_residual(op, view, residual, args);
   args.out_rows = args.x_rows;
@@ -132,21 +128,21 @@ void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTenso
   check_distinct_rows(op, residual, args.residual_rows);
   args.out = data_of(view);
   if (args.x == args.residual) fail(op, "x and x_residual are both written to, so they must not be the same memory");
-  run(active_kernels().norm, args, rows, 4 * args.cols * bytes_of(args.type));
+  run(op, view.device, args, rows);
 }
 
 static std::tuple<Tensor, Tensor> fused_add_rms_norm_to(const Tensor& x, const Tensor& x_residual,
                                                         OptionalTensor& weight, double epsilon, const Tensor* given,
                                                         const Tensor* given_sum) {
   const char* op = "fused_add_rms_norm_functional";
-  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   add_residual(op, view, residual, args);
   Tensor out = output_for(op, "out0", given, view, view.sizes, view.dtype);
   Tensor sum = output_for(op, "out1", given_sum, view, view.sizes, view.dtype);
   args.sum = sum.data_ptr();
   args.sum_rows = args.out_rows;
-  run_norm(view, args, out, 4);
+  run_norm(op, view, args, out);
   return {out, sum};
 }
 
@@ -162,7 +158,7 @@ void fused_add_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual
 
 static CodesAndScales fused_add_quantised(const char* op, const Tensor& x, const Tensor& x_residual,
                                           OptionalTensor& weight, const Tensor* scale, double epsilon) {
-  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual);
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   add_residual(op, view, residual, args);
   check_overwritten_residual(op, residual, args);

@@ -1,4 +1,4 @@
-// Owns the ops rotary_embedding and rotary_embedding_query on the CPU: their checks, outputs and arguments.
+// Owns the ops rotary_embedding and rotary_embedding_query, on every device: their checks, outputs and arguments.
 #include "launch.h"
 #include "ops.h"
 
@@ -30,8 +30,8 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
   static const char* const output_names[2] = {"out0", "out1"};
   static const char* const names[2] = {"query", "key"};
   static const int32_t int64 = aoti_torch_dtype_int64();
-  const View where = view_of(op, "positions", positions), cache = view_of(op, "cos_sin_cache", cos_sin_cache);
-  const View query = view_of(op, names[0], *inputs[0]);
+  const View query = view_of(op, names[0], *inputs[0]), where = view_of(op, "positions", positions, query.device);
+  const View cache = view_of(op, "cos_sin_cache", cos_sin_cache, query.device);
   RotaryArgs args{};
   args.type = floating_type(op, query);
   args.cache_type = floating_type(op, cache);
@@ -45,32 +45,26 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
                  ") must be even and at most head_size (" + std::to_string(head_size) + ")");
   }
   args.cache = data_of(cache);
+  args.cache_rows = cache.size(0);
   args.cache_stride = cache.stride(0);
   args.positions = static_cast<const int64_t*>(data_of(where));
   const int64_t tokens = where.numel();
   args.head_size = head_size;
   args.neox = is_neox;
   args.tensor_count = count;
-  for (int64_t i = 0; i < tokens; ++i) {
-    if (args.positions[i] < 0 || args.positions[i] >= cache.size(0)) {
-      fail(op, "position " + std::to_string(args.positions[i]) + " is outside cos_sin_cache, which has " +
-                   std::to_string(cache.size(0)) + " rows");
-    }
-  }
-  int64_t token_bytes = 0;
+  check_positions(op, query.device, args, tokens);
   for (int k = 0; k < count; ++k) {
-    const View v = k == 0 ? query : view_of(op, names[k], *inputs[k]);
+    const View v = k == 0 ? query : view_of(op, names[k], *inputs[k], query.device);
     if (v.dtype != query.dtype) fail(op, "key must have the dtype of query");
     fill_rotary_tensor(op, v, where, head_size, args.tensors[k]);
-    token_bytes += 2 * args.tensors[k].heads * head_size * bytes_of(args.type);
     if (given) {
       check_output(op, count == 1 ? "out" : output_names[k], outputs[k], v, v.sizes);
     } else {
-      outputs[k] = new_contiguous(v.dims, v.sizes, v.dtype);
+      outputs[k] = new_contiguous(v.device, v.dims, v.sizes, v.dtype);
     }
     args.tensors[k].out = outputs[k].data_ptr();
   }
-  if (tokens > 0) run(active_kernels().rotary, args, tokens, token_bytes);
+  if (tokens > 0) run(op, query.device, args, tokens);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
-// Owns the list of the torch ops on the CPU, which ops.cpp registers. Each is defined in its family's *_ops.cpp.
+// Owns the list of the torch ops. Each is defined in its family's *_ops.cpp, which every library compiles for its device;
+// each library's ops.cpp registers them for it.
 #pragma once
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
@@ -54,5 +56,36 @@ Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, cons
                               int64_t head_size, bool is_neox);
 void rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
                                 int64_t head_size, bool is_neox, Tensor out);
+
+// Makes the ops those of the device that `m` is about. The overloads `.out` are declared by the plugin's Python part.
+inline void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm.out", TORCH_BOX(&rms_norm_out));
+  m.impl("rms_norm_static_quant_fp8", TORCH_BOX(&rms_norm_static_quant_fp8));
+  m.impl("rms_norm_static_quant_fp8.out", TORCH_BOX(&rms_norm_static_quant_fp8_out));
+  m.impl("rms_norm_dynamic_quant_fp8", TORCH_BOX(&rms_norm_dynamic_quant_fp8));
+  m.impl("rms_norm_dynamic_quant_fp8.out", TORCH_BOX(&rms_norm_dynamic_quant_fp8_out));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
+  m.impl("fused_add_rms_norm_functional", TORCH_BOX(&fused_add_rms_norm_functional));
+  m.impl("fused_add_rms_norm_functional.out", TORCH_BOX(&fused_add_rms_norm_functional_out));
+  m.impl("fused_add_rms_norm_static_quant_fp8", TORCH_BOX(&fused_add_rms_norm_static_quant_fp8));
+  m.impl("fused_add_rms_norm_dynamic_quant_fp8", TORCH_BOX(&fused_add_rms_norm_dynamic_quant_fp8));
+  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));
+  m.impl("silu_and_mul_static_quant_fp8", TORCH_BOX(&silu_and_mul_static_quant_fp8));
+  m.impl("silu_and_mul_static_quant_fp8.out", TORCH_BOX(&silu_and_mul_static_quant_fp8_out));
+  m.impl("silu_and_mul_dynamic_quant_fp8", TORCH_BOX(&silu_and_mul_dynamic_quant_fp8));
+  m.impl("silu_and_mul_dynamic_quant_fp8.out", TORCH_BOX(&silu_and_mul_dynamic_quant_fp8_out));
+  m.impl("gelu_and_mul", TORCH_BOX(&gelu_and_mul));
+  m.impl("gelu_and_mul.out", TORCH_BOX(&gelu_and_mul_out));
+  m.impl("static_quant_fp8", TORCH_BOX(&static_quant_fp8));
+  m.impl("static_quant_fp8.out", TORCH_BOX(&static_quant_fp8_out));
+  m.impl("dynamic_quant_fp8", TORCH_BOX(&dynamic_quant_fp8));
+  m.impl("dynamic_quant_fp8.out", TORCH_BOX(&dynamic_quant_fp8_out));
+  m.impl("rotary_embedding", TORCH_BOX(&rotary_embedding));
+  m.impl("rotary_embedding.out", TORCH_BOX(&rotary_embedding_out));
+  m.impl("rotary_embedding_query", TORCH_BOX(&rotary_embedding_query));
+  m.impl("rotary_embedding_query.out", TORCH_BOX(&rotary_embedding_query_out));
+}
 
 }  // namespace irframework_vllm_c

@@ -1,4 +1,4 @@
-// Owns the ops silu_and_mul and gelu_and_mul on the CPU, and silu_and_mul with a quantisation: their checks, outputs and
+// Owns the ops silu_and_mul and gelu_and_mul, on every device, and silu_and_mul with a quantisation: their checks, outputs and
 // arguments.
 #include "launch.h"
 #include "ops.h"
@@ -28,9 +28,8 @@ Tensor gated(const char* op, const Tensor& x, Gate gate, const Tensor* given = n
   const Sizes sizes = sizes_with_last(op, view, args.cols);
   Tensor out = output_for(op, "out", given, view, sizes.at, view.dtype);
   args.out = out.data_ptr();
-  const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
-  args.stream = rows * row_bytes >= kStreamBytes;
-  if (rows > 0 && args.cols > 0) run(active_kernels().gated, args, rows, 3 * row_bytes);
+  const int64_t rows = product(view, view.dims - 1);
+  if (rows > 0 && args.cols > 0) run(op, view.device, args, rows);
   return out;
 }
 
@@ -46,9 +45,8 @@ CodesAndScales quantised(const char* op, const Tensor& x, const Tensor* scale, c
   args.out = codes.data_ptr();
   args.quantisation = dynamic ? Quantisation::dynamic : Quantisation::fixed;
   if (dynamic) args.scales = static_cast<float*>(scales.data_ptr());
-  const int64_t rows = product(view, view.dims - 1), row_bytes = args.cols * bytes_of(args.type);
-  args.stream = rows * args.cols >= kStreamBytes;
-  if (rows > 0) run(active_kernels().gated, args, rows, 2 * row_bytes + args.cols, dynamic ? row_bytes : 0);
+  const int64_t rows = product(view, view.dims - 1);
+  if (rows > 0) run(op, view.device, args, rows);
   return {codes, scales};
 }
 

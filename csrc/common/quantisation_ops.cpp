@@ -1,4 +1,4 @@
-// Owns the ops static_quant_fp8 and dynamic_quant_fp8 on the CPU: their checks, outputs and arguments.
+// Owns the ops static_quant_fp8 and dynamic_quant_fp8, on every device: their checks, outputs and arguments.
 #include "launch.h"
 #include "ops.h"
 
@@ -29,8 +29,7 @@ Tensor with_fixed_scale(const Tensor& x, const Tensor& scale, const Tensor* out 
   Tensor codes = output_for(op, "out", out, view, view.sizes, code_dtype());
   args.x = data_of(view);
   args.codes = static_cast<uint8_t*>(codes.data_ptr());
-  args.stream = args.numel >= kStreamBytes;
-  if (args.numel > 0) run(active_kernels().quantised, args, rows, args.cols * (bytes_of(args.type) + 1));
+  if (args.numel > 0) run(op, view.device, args, rows);
   return codes;
 }
 
@@ -49,9 +48,8 @@ CodesAndScales with_scale_per_row(const Tensor& x, const Tensor* out = nullptr, 
   args.x = data_of(view);
   args.codes = static_cast<uint8_t*>(codes.data_ptr());
   args.scales = static_cast<float*>(scales.data_ptr());
-  args.stream = args.numel >= kStreamBytes;
   const int64_t rows = product(view, view.dims - 1);
-  if (rows > 0) run(active_kernels().quantised, args, rows, args.cols * (bytes_of(args.type) + 1));
+  if (rows > 0) run(op, view.device, args, rows);
   return {codes, scales};
 }
 

@@ -1,0 +1,76 @@
+// Owns what the ops of every device share besides their checks: their outputs, and the functions that run a kernel, which
+// each library has its own of.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+
+#include "arguments.h"
+#include "checks.h"
+
+namespace irframework_vllm_c {
+
+// ---- outputs -----------------------------------------------------------------------------------------------------
+
+constexpr int64_t kMaxDims = 64;
+
+inline Tensor new_contiguous(const Device& device, int64_t dims, const int64_t* sizes, int32_t dtype) {
+  int64_t strides[kMaxDims];
+  int64_t stride = 1;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[d] = stride;
+    stride *= sizes[d] > 0 ? sizes[d] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dims, sizes, strides, dtype, device.type, device.index, &handle));
+  return Tensor(handle);
+}
+
+// The tensor that a result goes to: `given`, after a check, or a new one.
+inline Tensor output_for(const char* op, const char* name, const Tensor* given, const View& like, const int64_t* sizes,
+                         int32_t dtype) {
+  if (given == nullptr) return new_contiguous(like.device, like.dims, sizes, dtype);
+  check_output(op, name, *given, like, sizes, dtype == like.dtype ? nullptr : &dtype);
+  return *given;
+}
+
+// The sizes of `v` with another last dimension.
+struct Sizes {
+  int64_t at[kMaxDims];
+};
+
+inline Sizes sizes_with_last(const char* op, const View& v, int64_t last) {
+  if (v.dims > kMaxDims) fail(op, std::string(v.name) + " has more than 64 dimensions");
+  Sizes sizes;
+  for (int64_t d = 0; d + 1 < v.dims; ++d) sizes.at[d] = v.sizes[d];
+  sizes.at[v.dims - 1] = last;
+  return sizes;
+}
+
+inline int32_t code_dtype() {
+  static const int32_t f8 = aoti_torch_dtype_float8_e4m3fn();
+  return f8;
+}
+
+// One float32 for each row of `x`.
+inline Tensor scales_for(const char* op, const View& x, const Tensor* given) {
+  static const int32_t f32 = aoti_torch_dtype_float32();
+  const Sizes sizes = sizes_with_last(op, x, 1);
+  if (given == nullptr) return new_contiguous(x.device, x.dims, sizes.at, f32);
+  check_output(op, "out1", *given, x, sizes.at, &f32);
+  return *given;
+}
+
+// ---- running a kernel over all rows (tokens) -----------------------------------------------------------------------
+
+void run(const char* op, const Device& device, NormArgs& args, int64_t rows);
+void run(const char* op, const Device& device, GateArgs& args, int64_t rows);
+void run(const char* op, const Device& device, QuantArgs& args, int64_t rows);
+void run(const char* op, const Device& device, RotaryArgs& args, int64_t tokens);
+
+// Refuses positions outside the cache, where the host can read them.
+void check_positions(const char* op, const Device& device, const RotaryArgs& args, int64_t tokens);
+
+}  // namespace irframework_vllm_c
