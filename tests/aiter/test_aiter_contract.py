@@ -10,16 +10,20 @@ import shutil
 from pathlib import Path
 
 import aiter.ops.activation
+import aiter.ops.quant
 import aiter.ops.rmsnorm
 import pytest
 import torch
 from aiter.record import CALLS
-from irframework_aiter_rocm import implementations, library
+from irframework_aiter_rocm import implementations, library, operators
 
 import irframework as ir
 
 CONTRACT = Path(__file__).parents[3] / "shared" / "contracts" / "aiter_0.1.7_signatures.txt"
 HALVES = (torch.bfloat16, torch.float16)
+CODES = torch.float8_e4m3fn
+SCALE = torch.tensor([0.02])
+QUANTISING = tuple(name for name in ir.ops.__all__ if name.endswith("static_quant_fp8"))
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,7 @@ def rocm(monkeypatch):
     CALLS.clear()
     yield
     library.check_aiter.cache_clear()
+    library.architecture_of.cache_clear()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,6 +46,13 @@ def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> N
     assert got.dtype == dtype
     assert got.shape == exact.shape
     assert ((got.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 1e-6).all()
+
+
+def assert_codes(got: torch.Tensor, h: torch.Tensor, scale: torch.Tensor = SCALE) -> None:
+    """The codes of rows that were rounded to the dtype of x before."""
+    assert got.dtype == CODES
+    want = ir.ops.static_quant_fp8.native(h, scale)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def accepted(name: str, *arguments: object) -> bool:
@@ -86,6 +98,7 @@ def test_aiter_is_usable_when_its_functions_take_what_is_passed():
             "takes (input, out",
         ),
         ("activation", "def gelu_and_mul(", "def gelu_and_mul(((", "cannot be read"),
+        ("quant", "scale: Tensor) -> None", "scale: Tensor, rows: int) -> None", "static_per_tensor_quant needs rows"),
     ],
 )
 def test_other_signatures_are_the_reason_why_aiter_is_not_used(tmp_path, monkeypatch, module, old, new, why):
@@ -151,15 +164,77 @@ def test_silu_is_one_call():
     assert CALLS == ["silu_and_mul"]
 
 
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (2, 3, 64)])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale_shape", [(1,), ()])
+def test_rows_are_quantised_by_one_call(dtype, shape, scale_shape):
+    x, scale = random(*shape, dtype=dtype), SCALE.reshape(scale_shape)
+    assert accepted("static_quant_fp8", x, scale)
+    assert_codes(implementations.static_quant_fp8(x, scale), x)
+    assert CALLS == ["static_per_tensor_quant"]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [0.02, 0.0137, 1.0, 146.0])
+def test_what_is_too_large_is_clamped_before_aiter_would_make_it_nan(dtype, scale):
+    factors = torch.tensor([1.0, 447.9, 448.0, 449.0, 464.1, 480.0, 5000.0, float("inf")])
+    x = torch.cat((factors, -factors)).mul(scale).to(dtype)
+    before = x.clone()
+    assert_codes(implementations.static_quant_fp8(x, torch.tensor([scale])), x, torch.tensor([scale]))
+    assert torch.equal(x, before)
+
+
+def test_an_infinity_whose_code_float16_cannot_hold_gets_the_code_of_its_largest_number():
+    x = torch.full((16,), float("inf"), dtype=torch.float16)
+    codes = implementations.static_quant_fp8(x, torch.tensor([1000.0]))
+    assert_codes(codes, torch.full((16,), 65504.0), torch.tensor([1000.0]))
+
+
+def test_nan_keeps_its_code():
+    x = random(16).index_fill(0, torch.tensor([3]), float("nan"))
+    assert implementations.static_quant_fp8(x, SCALE).float().isnan().nonzero().tolist() == [[3]]
+
+
+def test_more_elements_than_aiter_counts_are_several_calls(monkeypatch):
+    monkeypatch.setattr(operators, "_LARGEST_CALL", 100)
+    x = random(7, 32)
+    assert_codes(implementations.static_quant_fp8(x, SCALE), x)
+    assert CALLS == ["static_per_tensor_quant"] * 3
+
+
+def test_a_norm_is_rounded_before_it_is_quantised():
+    x, x_residual, weight = random(4, 64), random(4, 64).flip(-1).contiguous(), random(64)
+    assert accepted("rms_norm_static_quant_fp8", x, weight, SCALE, 1e-6)
+    codes = implementations.rms_norm_static_quant_fp8(x, weight, SCALE, 1e-6)
+    assert CALLS == ["rmsnorm2d_fwd", "static_per_tensor_quant"]
+    assert_codes(codes, implementations.rms_norm(x, weight, 1e-6))
+    CALLS.clear()
+    assert accepted("fused_add_rms_norm_static_quant_fp8", x, x_residual, weight, SCALE, 1e-6)
+    codes, residual = implementations.fused_add_rms_norm_static_quant_fp8(x, x_residual, weight, SCALE, 1e-6)
+    assert CALLS == ["rmsnorm2d_fwd_with_add", "static_per_tensor_quant"]
+    assert torch.equal(residual, x + x_residual)
+    assert_codes(codes, implementations.rms_norm(residual, weight, 1e-6))
+
+
+def test_a_gate_is_rounded_before_it_is_quantised():
+    x = random(4, 64)
+    assert accepted("silu_and_mul_static_quant_fp8", x, SCALE)
+    codes = implementations.silu_and_mul_static_quant_fp8(x, SCALE)
+    assert CALLS == ["silu_and_mul", "static_per_tensor_quant"]
+    assert_codes(codes, implementations.silu_and_mul(x))
+
+
 def test_nothing_is_launched_for_no_rows():
     x, weight = random(0, 64), random(64)
     assert implementations.rms_norm(x, weight, 1e-6).shape == (0, 64)
     assert [t.shape for t in implementations.fused_add_rms_norm(x, x, weight, 1e-6)] == [(0, 64)] * 2
     assert implementations.silu_and_mul(x).shape == (0, 32)
+    assert implementations.static_quant_fp8(x, SCALE).shape == (0, 64)
+    assert implementations.static_quant_fp8(random(3, 0), SCALE).shape == (3, 0)
     assert not CALLS
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", *QUANTISING])
 def test_what_is_accepted_never_fails(name):
     """Dtypes of each tensor, layouts and sizes in every combination: the stand-in rejects what AITER cannot take."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -169,15 +244,15 @@ def test_what_is_accepted_never_fails(name):
         lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
     )
     taken = 0
-    for a, b, c, layout, hidden in itertools.product(dtypes, dtypes, dtypes, layouts, (1, 4, 6, 7)):
+    for a, b, c, layout, hidden in itertools.product(dtypes, dtypes, dtypes, layouts, (1, 4, 6, 7, 32)):
         x, x_residual, weight = (
             layout(random(2, 3, hidden, dtype=a)),
             random(2, 3, hidden, dtype=b),
             random(hidden).to(c),
         )
-        arguments: tuple[object, ...] = (x,)
-        if name.endswith("norm"):
-            arguments = (x, weight, 1e-6) if name == "rms_norm" else (x, x_residual, weight, 1e-6)
+        given = {"x": x, "x_residual": x_residual, "weight": weight, "scale": SCALE, "epsilon": 1e-6}
+        parameters = getattr(ir.ops, name).signature.parameters
+        arguments = [given[parameter] for parameter in parameters if parameter in given]
         if accepted(name, *arguments):
             taken += 1
             getattr(implementations, name)(*arguments)
@@ -196,6 +271,16 @@ def test_what_is_accepted_never_fails(name):
         ("fused_add_rms_norm", (random(2, 8), random(2, 8), None, 1e-6), "weight is None"),
         ("silu_and_mul", (random(2, 6),), "multiple of 4"),
         ("gelu_and_mul", (random(2, 8), "fast"), "approximate"),
+        ("static_quant_fp8", (random(2, 16).float(), SCALE), "x is float32"),
+        ("static_quant_fp8", (random(2, 16), SCALE.double()), "scale is float64"),
+        ("static_quant_fp8", (random(2, 16), torch.ones(2)), "scale"),
+        ("static_quant_fp8", (random(2, 24), SCALE), "multiple of 16"),
+        ("static_quant_fp8", (random(2, 32)[:, :16], SCALE), "x must be contiguous"),
+        ("static_quant_fp8", (random(1)[0], SCALE), "multiple of 16"),
+        ("silu_and_mul_static_quant_fp8", (random(2, 48), SCALE), "multiple of 32"),
+        ("rms_norm_static_quant_fp8", (random(2, 16), None, SCALE, 1e-6), "weight is None"),
+        ("rms_norm_static_quant_fp8", (random(2, 16), random(16).float(), SCALE, 1e-6), "weight is float32"),
+        ("fused_add_rms_norm_static_quant_fp8", (random(2, 16), random(2, 16), None, SCALE, 1e-6), "weight is None"),
     ],
 )
 def test_what_aiter_does_not_take_is_refused_with_the_reason(name, arguments, why):
@@ -204,22 +289,55 @@ def test_what_aiter_does_not_take_is_refused_with_the_reason(name, arguments, wh
     assert why in answer.reason
 
 
-def test_a_device_that_aiter_has_no_code_for_is_refused(monkeypatch):
-    monkeypatch.setattr(implementations, "architecture_of", lambda index: "gfx1100")
+def on_a_device(monkeypatch: pytest.MonkeyPatch, name: str) -> torch.Tensor:
+    """Rows on a device of which torch says this name, as it does: with features behind a colon."""
+    properties = type("Properties", (), {"gcnArchName": name})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    library.architecture_of.cache_clear()
     with torch._subclasses.FakeTensorMode():
-        x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda:0")
-        answer = implementations.made_for(x)
+        return torch.empty(2, 32, dtype=torch.bfloat16, device="cuda:0")
+
+
+@pytest.mark.parametrize("name", ["gfx90a:sramecc+:xnack-", "gfx942:sramecc+:xnack-", "gfx950"])
+def test_devices_that_aiter_has_code_for_are_taken(monkeypatch, name):
+    assert implementations.made_for(on_a_device(monkeypatch, name)) is True
+
+
+@pytest.mark.parametrize("name", ["gfx1100", "gfx908:sramecc+:xnack-"])
+def test_a_device_that_aiter_has_no_code_for_is_refused(monkeypatch, name):
+    answer = implementations.made_for(on_a_device(monkeypatch, name))
     assert isinstance(answer, ir.Rejected)
-    assert "gfx1100" in answer.reason
+    assert name.partition(":")[0] in answer.reason
+
+
+def test_codes_are_made_where_aiters_8_bit_floats_are_e4m3fn(monkeypatch):
+    assert implementations.made_for_codes(on_a_device(monkeypatch, "gfx950:sramecc+")) is True
+
+
+@pytest.mark.parametrize(("name", "why"), [("gfx942:sramecc+", "float8_e4m3fnuz"), ("gfx90a", "e4m3fn on gfx950")])
+def test_devices_with_other_8_bit_floats_make_no_codes(monkeypatch, name, why):
+    x = on_a_device(monkeypatch, name)
+    with torch._subclasses.FakeTensorMode():
+        weight = torch.empty(32, dtype=torch.bfloat16, device="cuda:0")
+    for op in QUANTISING:
+        given = {"x": x, "x_residual": x, "weight": weight, "scale": SCALE, "epsilon": 1e-6}
+        arguments = [given[parameter] for parameter in getattr(ir.ops, op).signature.parameters]
+        answer = getattr(ir.ops, op).impls["aiter"].supports_args(*arguments)
+        assert isinstance(answer, ir.Rejected)
+        assert why in answer.reason
 
 
 # --- in graphs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "gated"])
+@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm", "gated", "static_quant"])
 def test_the_torch_ops_do_what_their_schemas_and_fakes_say(name):
-    x, weight = random(3, 8), random(8)
-    arguments = {"rms_norm": (x, weight, 1e-6), "fused_add_rms_norm": (x, random(3, 8).flip(0), weight, 1e-6)}
+    x, weight = random(3, 16), random(16)
+    arguments = {
+        "rms_norm": (x, weight, 1e-6),
+        "fused_add_rms_norm": (x, random(3, 16).flip(0), weight, 1e-6),
+        "static_quant": (x, SCALE),
+    }
     op = getattr(torch.ops.irframework_aiter_rocm, name).default
     kinds = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(op, arguments.get(name, (x, "tanh")), test_utils=kinds)

@@ -3,13 +3,16 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import irframework as ir
 
-OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul")
+QUANTISING = tuple(name for name in ir.ops.__all__ if name.endswith("static_quant_fp8"))
+OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", *QUANTISING)
+README = Path(__file__).parents[2] / "plugins" / "aiter_rocm" / "README.md"
 
 
 @pytest.fixture
@@ -55,3 +58,23 @@ def test_aiter_is_preferred_on_rocm_only():
 
     chosen = {p.name: plugin.irframework_default_priorities(p, "eager") for p in BUILT_IN}
     assert chosen == {"rocm": {"*": ("aiter",)}, "cuda": None, "xpu": None, "cpu": None}
+
+
+def test_compiled_code_quantises_natively_in_one_pass():
+    import irframework_aiter_rocm as plugin
+
+    from irframework.platform import BUILT_IN
+
+    (rocm,) = (p for p in BUILT_IN if p.name == "rocm")
+    chosen = plugin.irframework_default_priorities(rocm, "inductor")
+    assert chosen == {"*": ("aiter",), **dict.fromkeys(QUANTISING, ("native", "aiter"))}
+
+
+def test_the_readme_lists_each_op_once_as_wrapped_or_with_the_reason_why_not():
+    ir.load_plugins()
+    wrapped, _, rest = README.read_text().partition("## What it does not wrap, and why")
+    refused = rest.partition("Therefore AITER is no provider of")[2].partition("\n\n")[0]
+    for name in ir.ops.__all__:
+        registered = "aiter" in getattr(ir.ops, name).impls
+        assert (f"| `{name}` |" in wrapped) == registered, name
+        assert (f"`{name}`" in refused) != registered, name

@@ -12,6 +12,12 @@ __all__ = ["IRFRAMEWORK_API"]
 
 IRFRAMEWORK_API = 1
 PROVIDER = "aiter"
+QUANTISING = (
+    "static_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_static_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+)
 
 
 @ir.hookimpl
@@ -24,5 +30,9 @@ def irframework_register_impls() -> None:
 
 @ir.hookimpl
 def irframework_default_priorities(platform: ir.Platform, mode: str) -> Mapping[str, Iterable[str]] | None:
-    """Prefers AITER on ROCm, in both modes."""
-    return {"*": (PROVIDER,)} if platform.name == "rocm" else None
+    """Prefers AITER on ROCm; for codes only in eager mode, since Inductor fuses native's quantisation into one pass."""
+    if platform.name != "rocm":
+        return None
+    if mode == "eager":
+        return {"*": (PROVIDER,)}
+    return {"*": (PROVIDER,), **dict.fromkeys(QUANTISING, ("native", PROVIDER))}

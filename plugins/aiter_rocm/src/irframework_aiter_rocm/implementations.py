@@ -8,7 +8,13 @@ from torch import Tensor
 
 import irframework as ir
 from irframework_aiter_rocm import operators
-from irframework_aiter_rocm.library import ARCHITECTURES, AiterUnusableError, architecture_of, check_aiter
+from irframework_aiter_rocm.library import (
+    ARCHITECTURES,
+    FP8_ARCHITECTURES,
+    AiterUnusableError,
+    architecture_of,
+    check_aiter,
+)
 
 Call = Callable[..., Any]
 HALVES = (torch.bfloat16, torch.float16)
@@ -33,6 +39,34 @@ def made_for(x: Tensor) -> bool | ir.Rejected:
         if architecture not in ARCHITECTURES:
             return ir.reject(f"the device is {architecture}, AITER has code for {', '.join(ARCHITECTURES)}")
     return True
+
+
+def made_for_codes(x: Tensor) -> bool | ir.Rejected:
+    """Whether AITER's 8-bit floats are the ops' on the device."""
+    if x.device.type == "cuda":
+        architecture = architecture_of(x.device.index)
+        if architecture == "gfx942":
+            return ir.reject("the device is gfx942, whose 8-bit floats are float8_e4m3fnuz; the op gives float8_e4m3fn")
+        if architecture not in FP8_ARCHITECTURES:
+            return ir.reject(f"the device is {architecture}, AITER has float8_e4m3fn on {', '.join(FP8_ARCHITECTURES)}")
+    return True
+
+
+def static_quant_fits(x: Tensor, scale: Tensor) -> bool | ir.Rejected:
+    """See `made_for_codes`."""
+    return made_for_codes(x)
+
+
+def norm_static_quant_fits(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> bool | ir.Rejected:
+    """AITER always applies a weight."""
+    return ir.reject("weight is None, AITER needs one") if weight is None else made_for_codes(x)
+
+
+def add_norm_static_quant_fits(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> bool | ir.Rejected:
+    """AITER always applies a weight."""
+    return ir.reject("weight is None, AITER needs one") if weight is None else made_for_codes(x)
 
 
 def norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool | ir.Rejected:
@@ -67,6 +101,28 @@ ADD_NORM: dict[str, Any] = {
 }
 # An odd half would be read and written in words that reach beyond the row.
 GATED: dict[str, Any] = {"dtype": HALVES, "contiguous": ("x",), "multiple_of": {"x": 4}}
+
+
+# AITER quantises 16 elements at a time; the last of a row would write beyond it. It reads one float32 as the scale.
+QUANT: dict[str, Any] = {
+    "dtype": {"x": HALVES, "scale": torch.float32},
+    "one_element": ("scale",),
+    "contiguous": ("x",),
+    "multiple_of": {"x": 16},
+}
+NORM_QUANT: dict[str, Any] = {
+    **QUANT,
+    "same_dtype": ("x", "weight"),
+    "contiguous": ("x", "weight"),
+    "last_dim_of": {"weight": "x"},
+}
+ADD_NORM_QUANT: dict[str, Any] = {
+    **NORM_QUANT,
+    "same_dtype": ("x", "x_residual", "weight"),
+    "same_shape": ("x", "x_residual"),
+    "contiguous": ("x", "x_residual", "weight"),
+}
+GATED_QUANT: dict[str, Any] = {**QUANT, "multiple_of": {"x": 32}}
 
 
 # --- what is registered -------------------------------------------------------------------------------------------
@@ -110,6 +166,31 @@ def _gated(x: Tensor, activation: str) -> Tensor:
     return y
 
 
+def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.static_quant_fp8`."""
+    call: Call = operators.static_quant if _is_plain(x) else torch.ops.irframework_aiter_rocm.static_quant.default
+    q: Tensor = call(x, scale)
+    return q
+
+
+def rms_norm_static_quant_fp8(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> Tensor:
+    """See `irframework.ops.rms_norm_static_quant_fp8`. Two kernels: AITER's fused one does not round in between."""
+    return static_quant_fp8(rms_norm(x, weight, epsilon), scale)
+
+
+def fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`. Two kernels, as `rms_norm_static_quant_fp8`."""
+    y, residual = fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return static_quant_fp8(y, scale), residual
+
+
+def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """See `irframework.ops.silu_and_mul_static_quant_fp8`. Two kernels, as `rms_norm_static_quant_fp8`."""
+    return static_quant_fp8(silu_and_mul(x), scale)
+
+
 def register(provider: str) -> None:
     """Registers every implementation under `provider`. Whether AITER is batch invariant is not known."""
     common: dict[str, Any] = {"supported": aiter_runs, "device_types": ("cuda",)}
@@ -123,3 +204,11 @@ def register(provider: str) -> None:
         supports_args=ir.supports(one_of={"approximate": ("none", "tanh")}, **GATED) & gelu_fits,
         **common,
     )(gelu_and_mul)
+    quantising = {
+        static_quant_fp8: ir.supports(**QUANT) & static_quant_fits,
+        rms_norm_static_quant_fp8: ir.supports(**NORM_QUANT) & norm_static_quant_fits,
+        fused_add_rms_norm_static_quant_fp8: ir.supports(**ADD_NORM_QUANT) & add_norm_static_quant_fits,
+        silu_and_mul_static_quant_fp8: ir.supports(**GATED_QUANT) & static_quant_fits,
+    }
+    for function, fits in quantising.items():
+        getattr(ir.ops, function.__name__).register_impl(provider, supports_args=fits, **common)(function)

@@ -25,9 +25,12 @@ CALLED: dict[str, dict[str, tuple[str, ...]]] = {
         "gelu_and_mul": ("out", "input"),
         "gelu_tanh_and_mul": ("out", "input"),
     },
+    "quant": {"static_per_tensor_quant": ("out", "input", "scale")},
 }
 # The architectures that AITER is made for (MI200, MI300 and MI350 series).
 ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+# Where its 8-bit floats are torch's float8_e4m3fn. On gfx942 they are float8_e4m3fnuz; gfx90a has none.
+FP8_ARCHITECTURES = ("gfx950",)
 
 
 class AiterUnusableError(ImportError):
@@ -89,6 +92,6 @@ def aiter_function(module: str, name: str) -> Callable[..., Any]:
 
 @functools.cache
 def architecture_of(index: int | None) -> str:
-    """Return the architecture of a ROCm device, e.g. `gfx942`."""
+    """Return the architecture of a ROCm device, e.g. `gfx942`; torch adds its features behind a colon."""
     name: str = torch.cuda.get_device_properties(index).gcnArchName
     return name.partition(":")[0]

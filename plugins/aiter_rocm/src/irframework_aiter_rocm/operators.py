@@ -14,6 +14,9 @@ from irframework_aiter_rocm.library import aiter_function
 
 NAMESPACE = "irframework_aiter_rocm"
 _GATED = {"silu": "silu_and_mul", "none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
+_CODES = torch.float8_e4m3fn
+_LARGEST_CODE = torch.finfo(_CODES).max
+_LARGEST_CALL = 2**31 - 1  # AITER's quantisation counts elements in 32 bits
 _library: Any = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -46,6 +49,23 @@ def gated(x: Tensor, activation: str) -> Tensor:
     return y
 
 
+def static_quant(x: Tensor, scale: Tensor) -> Tensor:
+    """AITER's `static_per_tensor_quant` over contiguous rows, after a clamp to what has a code.
+
+    The conversion of AITER's kernel does not saturate: what is too large would become NaN. The bound may be rounded up
+    in the dtype of x, by less than what the conversion rounds down to the largest code.
+    """
+    codes = torch.empty_like(x, dtype=_CODES)
+    if x.numel() == 0:
+        return codes
+    bound = (scale.reshape(()) * _LARGEST_CODE).clamp_max(torch.finfo(x.dtype).max)
+    quantise = aiter_function("quant", "static_per_tensor_quant")
+    rows = max(_LARGEST_CALL // x.shape[-1], 1)
+    for out, part in zip(_rows(codes).split(rows), _rows(x.clamp(-bound, bound)).split(rows), strict=True):
+        quantise(out, part, scale)
+    return codes
+
+
 def _halved(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -56,6 +76,10 @@ def _like_x(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _like_x_twice(x: Tensor, x_residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _codes_like_x(x: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=_CODES)
 
 
 def _halved_whatever(x: Tensor, activation: str) -> Tensor:
@@ -76,3 +100,4 @@ _define(
     _like_x_twice,
 )
 _define("gated(Tensor x, str activation) -> Tensor", gated, _halved_whatever)
+_define("static_quant(Tensor x, Tensor scale) -> Tensor", static_quant, _codes_like_x)
