@@ -23,6 +23,9 @@ from irframework.memory import storage_key
 # By name: some are only there once torch has needed them.
 _FUNCTIONAL_HIGHER_ORDER = ("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional")
 
+# What is asked here is the same of a copy and of what was copied: clone removal compares sizes and strides.
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)
+
 _STANDS_FOR = "stands_for"
 
 
@@ -94,6 +97,8 @@ def effects_of(node: Node) -> Effects:
     if node.op == "output":
         return Effects(reads=arguments)
     target = node.target
+    if target in _SIZES:
+        return Effects()
     if target is operator.getitem:
         return Effects(views=arguments[:1])
     if isinstance(target, torch._ops.HigherOrderOperator) and target.name() in _FUNCTIONAL_HIGHER_ORDER:

@@ -5,7 +5,8 @@ decide what the caller gave away: `functionalize.py` did, on the graph as the us
 
 The proof, for a copy c of a value s. Let w be the first write to anything that may share memory with c. The copy is
 needless if
-* s has the copy's sizes and strides, and is made only of memory that the graph allocated (or that was donated);
+* s has the copy's sizes and strides, also its offset where a view counts from the start of the memory, and is made
+  only of memory that the graph allocated (or that was donated);
 * nothing that may share memory with s is written after c;
 * nothing that may share memory with s is read at w or later, being returned included; values that are proved to
   share no element with s do not count;
@@ -38,6 +39,7 @@ _MAX_READERS = 256
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 _CLONE = _aten.clone.default
+_AS_STRIDED = _aten.as_strided.default
 
 
 def donate_op() -> torch._ops.OpOverload:
@@ -119,6 +121,8 @@ class _Remover:
         assert isinstance(source, Node)
         if not _same_layout(copy, source):
             return f"{source.name} has another layout"
+        if reason := self._reason_by_place(copy, source):
+            return reason
         here = aliasing.position[copy]
         writes = [access.position for access in aliasing.writes(copy) if access.position > here]
         overwriting = [a for a in self._overlapping(aliasing.writes(source), source) if a.position > here]
@@ -194,6 +198,15 @@ class _Remover:
                 return True
         return False
 
+    def _reason_by_place(self, copy: Node, source: Node) -> str | None:
+        """The copy starts where its memory starts; what counts from there needs the source to do so as well."""
+        if statically_known_true(source.meta["val"].storage_offset() == copy.meta["val"].storage_offset()):
+            return None
+        for member in self.aliasing.members(copy):
+            if member.target is _AS_STRIDED and _argument(member, 3, "storage_offset") is not None:
+                return f"{member.name} counts from the start of the memory, where {source.name} does not lie"
+        return None
+
     def _reason_if_only_read(self, copy: Node, source: Node) -> str | None:
         if not self._returned(copy):
             return None
@@ -223,6 +236,10 @@ class _Remover:
 
 def _first(accesses: list[Access]) -> Access:
     return min(accesses, key=lambda access: access.position)
+
+
+def _argument(node: Node, index: int, name: str) -> object:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def _is_contiguous(node: Node) -> bool:

@@ -346,3 +346,27 @@ def test_passes_switched_off_change_speed_only(add, monkeypatch):
         torch.testing.assert_close(got, want)
         torch._dynamo.reset()
     settings.cache_clear()
+
+
+@pytest.mark.parametrize("offset", [2, None])
+def test_a_view_that_counts_from_the_start_of_memory_keeps_the_copy_of_an_input_that_lies_elsewhere(add, offset):
+    def f(x, r, w):
+        return add.op.maybe_inplace(x, r, w)[1].as_strided((2, 3), (4, 1), offset)
+
+    base, r, w = tensors((5, 8), (5, 8), (8,))
+    with add.priority("native"):
+        want = run(f, base[1:].clone(), r[1:].clone(), w)
+    with add.priority("inp"):
+        got = run(f, base[1:], r[1:], w)
+    torch.testing.assert_close(got, want)
+    assert any("counts from the start" in kept.reason for kept in report().kept_copies) == (offset is not None)
+
+
+def test_asking_for_a_size_is_no_read_of_the_memory(add):
+    def f(x, r, w):
+        y, s = add.op.maybe_inplace(x, r, w)
+        return y.reshape(-1), s, x.shape[0]
+
+    with add.priority("inp"):
+        run(f, *tensors(*ARGUMENTS), dynamic=True)
+    assert copies_left() == 0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from programs import Step, Writer, storage
+from providers import priorities
 
 POINTWISE = (
     "{a} + {b}",
@@ -67,7 +68,7 @@ VIEWS = (
     "{a}.view(torch.int32).view(torch.float32)",
     "{a}.view(torch.int64).view(torch.float64)",
     "{a}.as_strided({a}.shape, {a}.stride())",
-    "{a}.as_strided((2, 3), (4, 1), {k})",
+    "{a}.as_strided((2, 3), (4, 1), {a}.storage_offset() + {k})",
     "{a}.as_strided((2, 3), (4, 1))",
     "{a}.diagonal()",
     "{a}.narrow(0, 1, {k})",
@@ -78,7 +79,8 @@ VIEWS = (
     "{a}.view_as({a})",
     "{a}.movedim(0, -1)",
 )
-AS_STRIDED_FAULT = torch.__version__.startswith("2.11.")
+AS_STRIDED_FAULT = ZERO_FAULT = torch.__version__.startswith("2.11.")
+INEXACT = {"twice", "vllm_c"}  # providers that round otherwise than native
 PAIRS = ("{a}.chunk(2)", "{a}.chunk(2, -1)", "{a}.split({h}, -1)", "{a}.unbind()", "torch.split({a}, [1, {k}])")
 WRITES = (
     "{a}.mul_(0.5)",
@@ -155,6 +157,8 @@ def _view(writer: Writer, step: Step) -> None:
     without_offset = ".as_strided(" in form and "{k}" not in form
     if AS_STRIDED_FAULT and without_offset and writer.scope[str(names["a"])].storage_offset():
         return  # a fault of torch, also without IR ops: `test_torch_faults.py` shows it
+    if "torch.int64" in form and INEXACT & {names[0] for names in priorities(writer.program.providers).values()}:
+        return  # the last bits of two numbers would become the exponent of one
     writer.define(form.format(**names))
 
 
@@ -163,9 +167,11 @@ def _pair(writer: Writer, step: Step) -> None:
 
 
 def _write(writer: Writer, step: Step) -> None:
-    names = _names(writer, step)
+    names, form = _names(writer, step), _of(WRITES, step)
+    if ZERO_FAULT and "zero_" in form and not writer.scope[str(names["a"])].is_contiguous():
+        return  # a fault of torch, also without IR ops: `test_torch_faults.py` shows it
     if writer.may_write(str(names["a"])) and writer.may_write(str(names["b"])):
-        writer.run(_of(WRITES, step).format(**names))
+        writer.run(form.format(**names))
 
 
 def _user(writer: Writer, step: Step) -> None:
@@ -185,9 +191,10 @@ def _is_part_of_offset_argument(writer: Writer, name: str) -> bool:
     """A fault of torch, also without IR ops: `test_torch_faults.py` shows it.
 
     A custom op that mutates a view of an argument which does not lie at the start of its memory mutates another part.
+    Behind a graph break every value is an argument, and may lie in the memory of one that was given away.
     """
     offset = {storage(tensor) for tensor in writer.inputs.passed if tensor.storage_offset()}
-    return storage(writer.scope[name]) in offset
+    return storage(writer.scope[name]) in offset or bool(offset and writer.breaks)
 
 
 def _look(writer: Writer, step: Step) -> None:

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from comparing import quiet
+from functorch.compile import make_boxed_func
 from programs import storage
 from providers import NAMESPACE
-from statements import AS_STRIDED_FAULT
+from statements import AS_STRIDED_FAULT, ZERO_FAULT
+from torch._dynamo.backends.common import aot_autograd
 
 
 def poke(x):
@@ -70,3 +72,22 @@ def test_inductor_takes_another_place_for_as_strided_without_an_offset():
     with quiet(), torch.no_grad():
         assert torch.equal(torch.compile(f)(x), x[:2])
         assert torch.equal(f(x), x[1:3])
+
+
+@pytest.mark.skipif(not ZERO_FAULT, reason="torch was mended")
+def test_a_tensor_set_to_zero_is_taken_for_contiguous():
+    taken = []
+
+    def note(graph, inputs):
+        taken.extend(
+            node.meta["val"].stride() for node in graph.graph.nodes if node.target is torch.ops.aten.zero.default
+        )
+        return make_boxed_func(graph.forward)
+
+    def f(x):
+        return x.zero_() + 1
+
+    with quiet(), torch.no_grad():
+        x = torch.ones(8, 4).t()
+        torch.compile(f, backend=aot_autograd(fw_compiler=note))(x)
+    assert taken == [(8, 1)]
