@@ -54,9 +54,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,plot,models,test,docs,dev]'
 	@touch $@
 
+EXTRAS_xpu_sycl := [cpu-test]
+
 $(VENV)/.stamp-plugin-%: plugins/%/pyproject.toml $(VENV)/.stamp-demo
 	@echo '== set-up: plugin $*'
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --editable plugins/$*
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --editable 'plugins/$*$(EXTRAS_$*)'
 	@touch $@
 
 # Triton belongs to no requirement (a torch for a GPU brings its own); its interpreter is what the tests run kernels with.
@@ -91,8 +93,9 @@ endef
 test-fakedev: setup  # the PrivateUse1 device can be renamed once per process
 	$(call in_own_process,fakedev,)
 
-test-sycl: setup  # the SYCL runtime finds its CPU device through this variable
-	$(call in_own_process,sycl,OCL_ICD_FILENAMES=$(CURDIR)/$(VENV)/lib/libintelocl.so)
+test-sycl: setup  # the SYCL runtime finds its CPU device through the first variable
+	$(call in_own_process,sycl,OCL_ICD_FILENAMES=$(CURDIR)/$(VENV)/lib/libintelocl.so \
+	  IRFRAMEWORK_XPU_SYCL_DEVICE=cpu IRFRAMEWORK_XPU_SYCL_CACHE=$(CURDIR)/.cache/xpu_sycl)
 
 fuzz: $(VENV)/.stamp-dev $(VENV)/.stamp-plugin-vllm_c
 	$(BIN)/python tests/fuzz/run.py --graphs $(GRAPHS) --jobs $(JOBS) --backend $(BACKEND) $(if $(SEED),--seed $(SEED)) $(FUZZ_ARGS)

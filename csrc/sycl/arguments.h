@@ -24,7 +24,8 @@ struct RotarySizes {
   int64_t query_heads, key_heads;
   int64_t query_head_stride, key_head_stride;
   Rows query, key;
-  int32_t neighbours;  // rotate even and odd elements, not halves
+  int32_t neighbours;      // rotate even and odd elements, not halves
+  int32_t long_positions;  // int64, else int32
 };
 
 }  // namespace irframework_xpu_sycl

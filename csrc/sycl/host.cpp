@@ -88,14 +88,6 @@ const char* irframework_sycl_cpu_queue(void** queue) {
   });
 }
 
-const char* irframework_sycl_device_name(void* queue, char* name, int32_t size) {
-  return guarded([&] {
-    const std::string text = static_cast<sycl::queue*>(queue)->get_device().get_info<sycl::info::device::name>();
-    text.copy(name, size - 1);
-    name[std::min<size_t>(text.size(), size - 1)] = 0;
-  });
-}
-
 const char* irframework_sycl_compile(void* queue, const char* source, const char* arguments_header,
                                      const char* const* options, int32_t option_count, const char* const* names,
                                      int32_t name_count, void** compiled) {
@@ -142,12 +134,13 @@ const char* irframework_sycl_rows(void* compiled, int32_t number, void* queue, i
 }
 
 const char* irframework_sycl_rotary(void* compiled, int32_t number, void* queue, int32_t wait, void* const* pointers,
-                                    const int64_t* sizes, int32_t neighbours) {
+                                    const int64_t* sizes, int32_t neighbours, int32_t long_positions) {
   return guarded([&] {
     RotarySizes all{};
     static_assert(sizeof(RotarySizes) == 8 * (9 + 2 * 5 + 1));
     std::memcpy(&all, sizes, 8 * (9 + 2 * 5));
     all.neighbours = neighbours;
+    all.long_positions = long_positions;
     launch(*static_cast<Kernels*>(compiled), number, *static_cast<sycl::queue*>(queue), all.tokens,
            (all.query_heads + all.key_heads) * all.half, wait, [&](sycl::handler& handler) {
              for (int i = 0; i < 6; ++i) handler.set_arg(i, pointers[i]);

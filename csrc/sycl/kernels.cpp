@@ -230,12 +230,13 @@ void rotate_heads(const T* from, T* to, const C* cosines, const RotarySizes& siz
 }
 
 // A position outside the cache reads nothing and gives NaN.
-template <typename T, typename C, typename P>
-void rotate(const P* positions, const T* query, const T* key, const C* cache, T* query_out, T* key_out,
+template <typename T, typename C>
+void rotate(const void* positions, const T* query, const T* key, const C* cache, T* query_out, T* key_out,
             const RotarySizes& sizes) {
   const Item item = sycl::ext::oneapi::this_work_item::get_nd_item<1>();
   for (int64_t token = item.get_group(0); token < sizes.tokens; token += item.get_group_range(0)) {
-    const int64_t position = positions[token];
+    const int64_t position = sizes.long_positions ? static_cast<const int64_t*>(positions)[token]
+                                                  : static_cast<const int32_t*>(positions)[token];
     const bool outside = position < 0 || position >= sizes.cache_rows;
     const C* cosines = cache + (outside ? 0 : position) * sizes.cache_stride;
     rotate_heads(query + begin_of(sizes.query, token), query_out + token * sizes.query_heads * sizes.head_size, cosines,
@@ -266,21 +267,17 @@ using T = sycl::half;
 #define NORM_KERNELS(suffix, W)                                                             \
   ROWS_KERNEL(norm_##suffix, W, (Normed<T, W>{x, residual, sum, weight, 0.0f}), store<T>) \
   ROWS_KERNEL(norm_quant_##suffix, W, (Normed<T, W>{x, residual, sum, weight, 0.0f}), quantise)
-#define ROTARY_KERNELS(suffix, C)                                                                                   \
-  KERNEL rotary_long_##suffix(const int64_t* positions, const T* query, const T* key, const C* cache, T* query_out, \
-                              T* key_out, RotarySizes sizes) {                                                      \
-    rotate(positions, query, key, cache, query_out, key_out, sizes);                                                \
-  }                                                                                                                 \
-  KERNEL rotary_int_##suffix(const int32_t* positions, const T* query, const T* key, const C* cache, T* query_out,  \
-                             T* key_out, RotarySizes sizes) {                                                       \
-    rotate(positions, query, key, cache, query_out, key_out, sizes);                                                \
+#define ROTARY_KERNEL(suffix, C)                                                                                     \
+  KERNEL rotary_##suffix(const void* positions, const T* query, const T* key, const C* cache, T* query_out, T* key_out, \
+                         RotarySizes sizes) {                                                                        \
+    rotate(positions, query, key, cache, query_out, key_out, sizes);                                                 \
   }
 
 NORM_KERNELS(own, T)  // weights, and caches of angles, in the dtype of the rows
-ROTARY_KERNELS(own, T)
+ROTARY_KERNEL(own, T)
 #if ELEMENT != 0
 NORM_KERNELS(float, float)
-ROTARY_KERNELS(float, float)
+ROTARY_KERNEL(float, float)
 #endif
 ROWS_KERNEL(silu, T, (Gated<T, Gate::silu>{x}), store<T>)
 ROWS_KERNEL(gelu, T, (Gated<T, Gate::gelu>{x}), store<T>)

@@ -13,6 +13,6 @@ WITH_STAND_IN = _spec is not None and str(_spec.origin).startswith(str(HERE))
 if importlib.util.find_spec("irframework_xpu_sycl") is None:
     collect_ignore_glob = ["test_*.py"]
 elif WITH_STAND_IN:
-    collect_ignore_glob = ["test_xpu_process.py", "test_xpu_registration.py"]
+    collect_ignore_glob = ["test_xpu_process.py", "test_xpu_registration.py", "test_sycl_*.py"]
 else:
     collect_ignore_glob = ["test_xpu_contract.py"]

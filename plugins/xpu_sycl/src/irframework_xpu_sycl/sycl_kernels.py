@@ -27,8 +27,8 @@ Rows = tuple[int, int, int, int, int]
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The order is that of the numbers that launches are given. Behind the first line: weights and angles in float32.
 NAMES = (
-    *("norm_own", "norm_quant_own", "rotary_long_own", "rotary_int_own", "silu", "gelu", "gelu_tanh"),
-    *("silu_quant", "quant", "norm_float", "norm_quant_float", "rotary_long_float", "rotary_int_float"),
+    *("norm_own", "norm_quant_own", "rotary_own", "silu", "gelu", "gelu_tanh", "silu_quant", "quant"),
+    *("norm_float", "norm_quant_float", "rotary_float"),
 )
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 _OPTIONS = ("-ffp-contract=off", "-fno-fast-math")
@@ -77,7 +77,7 @@ def host() -> ctypes.CDLL:
             "compile": [pointer, text, text, ctypes.POINTER(text), number, ctypes.POINTER(text), number]
             + [ctypes.POINTER(pointer)],
             "rows": [pointer, number, pointer, number, ctypes.POINTER(pointer), sizes, ctypes.c_float],
-            "rotary": [pointer, number, pointer, number, ctypes.POINTER(pointer), sizes, number],
+            "rotary": [pointer, number, pointer, number, ctypes.POINTER(pointer), sizes, number, number],
         }
         for name, arguments in signatures.items():
             function = getattr(library, f"irframework_sycl_{name}")
@@ -267,7 +267,8 @@ def launch_rotary(
         *(_NO_ROWS if key is None else rows_of(key, lead)),
     )
     kernels, queue, wait = _ready(query)
-    _check(name, host().irframework_sycl_rotary(kernels, _NUMBERS[name], queue, wait, pointers, sizes, not is_neox))
+    switches = not is_neox, positions.dtype is torch.int64
+    _check(name, host().irframework_sycl_rotary(kernels, _NUMBERS[name], queue, wait, pointers, sizes, *switches))
 
 
 def _heads(x: Tensor, lead: int, head_size: int) -> tuple[int, int]:

@@ -143,8 +143,7 @@ def rotary_embedding(
             )
     out = query.new_empty(query.shape)
     key_out = None if key is None else key.new_empty(key.shape)
-    kind = "rotary_long" if positions.dtype is torch.int64 else "rotary_int"
-    name = _kernel(kind, query, cos_sin_cache)
+    name = _kernel("rotary", query, cos_sin_cache)
     launch_rotary(name, positions, query, key, cos_sin_cache, out, key_out, head_size, is_neox)
     return out, query.new_empty(0) if key_out is None else key_out
 
