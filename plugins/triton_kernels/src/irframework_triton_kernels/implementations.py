@@ -15,7 +15,7 @@ import irframework as ir
 from irframework.conditions import Supports
 from irframework_triton_kernels.availability import triton_runs
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32)
 DEVICES = ("cuda", "xpu")
 
@@ -49,28 +49,6 @@ def add_norm_fits(
     return variance_fits(x, variance_size)
 
 
-def one_number(scale: Tensor) -> bool | ir.Rejected:
-    """A scale of several numbers is a mistake that native explains."""
-    return scale.numel() == 1 or ir.reject(f"scale has shape {tuple(scale.shape)}, must be one number")
-
-
-def scale_fits(x: Tensor, scale: Tensor) -> bool | ir.Rejected:
-    """See `one_number`."""
-    return one_number(scale)
-
-
-def norm_scale_fits(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> bool | ir.Rejected:
-    """See `one_number`."""
-    return one_number(scale)
-
-
-def add_norm_scale_fits(
-    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
-) -> bool | ir.Rejected:
-    """See `one_number`."""
-    return one_number(scale)
-
-
 def heads_fit(
     positions: Tensor,
     query: Tensor,
@@ -98,7 +76,8 @@ def heads_fit(
 
 # An odd last dimension is left to native, whose error message is the op's own.
 GATED: dict[str, Any] = {"row_contiguous": ("x",), "multiple_of": {"x": 2}}
-SCALE: dict[str, Any] = {"scale": (torch.float32,)}
+SCALE: dict[str, tuple[torch.dtype, ...]] = {"scale": (torch.float32,)}
+ONE_SCALE: dict[str, Any] = {"one_element": ("scale",)}
 
 
 # --- what is registered -------------------------------------------------------------------------------------------
@@ -226,16 +205,16 @@ def register(provider: str) -> None:
     }
     values = {"x": FLOATS, "weight": FLOATS}
     add(rms_norm, ir.supports(dtype=values, **norm) & norm_fits)
-    add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **norm) & norm_scale_fits)
+    add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **norm, **ONE_SCALE))
     add(rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **norm))
     add(fused_add_rms_norm, ir.supports(dtype=values, **add_norm) & add_norm_fits)
-    add(fused_add_rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **add_norm) & add_norm_scale_fits)
+    add(fused_add_rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **add_norm, **ONE_SCALE))
     add(fused_add_rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **add_norm))
     add(silu_and_mul, ir.supports(dtype=FLOATS, **GATED))
-    add(silu_and_mul_static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, **GATED) & scale_fits)
+    add(silu_and_mul_static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, **GATED, **ONE_SCALE))
     add(silu_and_mul_dynamic_quant_fp8, ir.supports(dtype=FLOATS, **GATED))
     add(gelu_and_mul, ir.supports(dtype=FLOATS, one_of={"approximate": ("none", "tanh")}, **GATED))
-    add(static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, row_contiguous=("x",)) & scale_fits)
+    add(static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, row_contiguous=("x",), **ONE_SCALE))
     add(dynamic_quant_fp8, ir.supports(dtype=FLOATS, row_contiguous=("x",)))
     add(
         rotary_embedding,

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
+from triton.compiler import CompiledKernel
 
 from irframework_triton_kernels.kernels import codes
 from irframework_triton_kernels.tiles import Tile
@@ -29,21 +30,24 @@ class Abilities(NamedTuple):
     Attributes:
         codes: It converts float32 to float8_e4m3fn.
         early: It loads a kernel before the one in front of it has ended, if told to.
+        alike: Triton compiles tensors apart by dtype and by whether they begin at a multiple of 16 bytes, by nothing
+            else. (On AMD devices, by the size of their storage, too.)
     """
 
     codes: bool
     early: bool
+    alike: bool
 
 
 @cache
 def abilities(device: int | None) -> Abilities:
     """What a device can do; the current one while a kernel is traced, which is the one it is compiled for."""
     if triton.knobs.runtime.interpret:
-        return Abilities(False, False)
+        return Abilities(False, False, False)
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "cuda":
-        return Abilities(target.arch >= 89, target.arch >= 90)
-    return Abilities(target.backend == "hip" and target.arch == "gfx950", False)
+        return Abilities(target.arch >= 89, target.arch >= 90, True)
+    return Abilities(target.backend == "hip" and target.arch == "gfx950", False, False)
 
 
 @cache
@@ -99,14 +103,29 @@ def static(length: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
+def as_float(number: Any) -> Any:
+    """A whole number as a float: Triton would compile for each."""
+    return float(number) if type(number) is int else number
+
+
 def tiles_of(count: Any, size: int) -> Any:
     """How many tiles of a size there are in `count`, which may be symbolic."""
     return count if size == 1 else (count + size - 1) // size
 
 
-def new_codes(x: Tensor, shape: Any) -> Tensor:
-    """Memory for codes: as such where the device converts, else as the bytes that the kernels make of them."""
-    return x.new_empty(shape, dtype=FP8 if abilities_for(x).codes else torch.uint8)
+def new_like(x: Tensor) -> Tensor:
+    """Contiguous memory like x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def code_dtype(x: Tensor) -> torch.dtype:
+    """How codes are written: as such where the device converts, else as the bytes that the kernels make of them."""
+    return FP8 if abilities_for(x).codes else torch.uint8
+
+
+def new_codes(x: Tensor) -> Tensor:
+    """Contiguous memory for codes of x."""
+    return torch.empty_like(x, dtype=code_dtype(x), memory_format=torch.contiguous_format)
 
 
 def as_codes(q: Tensor) -> Tensor:
@@ -130,29 +149,58 @@ def _several_devices() -> bool:
     return torch.accelerator.device_count() > 1
 
 
-def launch(kernel: Kernel, tiles: Any, arguments: tuple[Any, ...], tile: Tile, x: Tensor) -> None:
+# Compiled kernels by all that Triton compiles apart, and by more: every number, where Triton asks whether it is 1 or a
+# multiple of 16. To find out which kernel a call needs takes Triton longer than to launch it.
+_compiled: dict[tuple[Any, ...], Any] = {}
+_MOST_COMPILED = 4096
+
+
+def launch(
+    kernel: Kernel,
+    tiles: Any,
+    tensors: tuple[Tensor, ...],
+    count: Any,
+    numbers: tuple[Any, ...],
+    tile: Tile,
+) -> None:
     """Call a kernel, or show the call to whoever traces it.
 
     Args:
-        kernel: The kernel.
-        tiles: How many programs there are work for; a symbolic number while traced.
-        arguments: Its arguments, all but the last one, `early`.
+        kernel: The kernel. Its parameters are `tensors`, `count`, `numbers` and `early`.
+        tiles: How many programs there is work for; a symbolic number while traced.
+        tensors: The first is a tensor of the call; on its device the kernel is launched.
+        count: A number that the kernel is not compiled for: how many rows there are.
+        numbers: All others: sizes, strides and constants.
         tile: The tile.
-        x: A tensor of the call: on its device the kernel is launched.
     """
-    if not is_plain(x):
-        wrap_triton(kernel)[(tiles,)](*arguments, False, num_warps=tile.warps)
+    first = tensors[0]
+    if not is_plain(first):
+        wrap_triton(kernel)[(tiles,)](*tensors, count, *numbers, False, num_warps=tile.warps)
         return
     if not tiles:
         return
-    device = x.get_device()
+    device = first.get_device()
     if _several_devices() and device != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(device):
-            launch(kernel, tiles, arguments, tile, x)
+            launch(kernel, tiles, tensors, count, numbers, tile)
         return
     if tile.resident:
         tiles = min(tiles, tile.resident * multiprocessors(device))
-    if tile.early and abilities(device).early:
-        kernel[(tiles,)](*arguments, True, num_warps=tile.warps, launch_pdl=True)
-    else:
-        kernel[(tiles,)](*arguments, False, num_warps=tile.warps)
+    early = tile.early and abilities(device).early
+    places = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
+    key = (id(kernel), device, tile.warps, early, count < 2**31, *places, *numbers)
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(tiles, 1, 1)](*tensors, count, *numbers, early)
+        return
+    compiled = _by_triton(kernel, tiles, (*tensors, count, *numbers, early), tile, early)
+    if abilities(device).alike and isinstance(compiled, CompiledKernel):
+        if len(_compiled) >= _MOST_COMPILED:
+            _compiled.clear()
+        _compiled[key] = compiled
+
+
+def _by_triton(kernel: Kernel, tiles: Any, arguments: tuple[Any, ...], tile: Tile, early: bool) -> Any:
+    if early:
+        return kernel[(tiles,)](*arguments, num_warps=tile.warps, launch_pdl=True)
+    return kernel[(tiles,)](*arguments, num_warps=tile.warps)

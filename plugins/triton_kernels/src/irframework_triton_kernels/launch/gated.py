@@ -14,8 +14,9 @@ from irframework_triton_kernels.kernels.gated import (
     gated_rows_kernel,
 )
 from irframework_triton_kernels.launch.call import (
-    abilities_for,
+    FP8,
     as_codes,
+    code_dtype,
     launch,
     new_codes,
     new_scales,
@@ -43,11 +44,12 @@ def _elements(
     if static(length) == 0:
         return
     tile = tile or elementwise_tile(static(length), activation == NO_GATE.value)
-    arguments = (
-        x2, y, x2 if scale is None else scale, rows, length, x2.stride(0),
-        activation, codes, codes != 0 and abilities_for(x).codes, tile.rows, tile.block,
+    tensors = (x2, y, x2 if scale is None else scale)
+    numbers = (
+        length, x2.stride(0), activation, codes, codes != 0 and y.dtype is FP8, tile.rows, tile.block,
     )  # fmt: skip
-    launch(gated_kernel, tiles_of(rows, tile.rows) * tiles_of(length, tile.block), arguments, tile, x)
+    tiles = tiles_of(rows, tile.rows) * tiles_of(length, tile.block)
+    launch(gated_kernel, tiles, tensors, rows, numbers, tile)
 
 
 def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | None) -> None:
@@ -57,11 +59,11 @@ def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | No
     if static(length) == 0:
         return
     tile = tile or row_tile(static(length))
-    arguments = (
-        x2, q, scales, rows, length, x2.stride(0), activation, DYNAMIC.value, abilities_for(x).codes,
+    numbers = (
+        length, x2.stride(0), activation, DYNAMIC.value, q.dtype is FP8,
         tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
-    launch(gated_rows_kernel, tiles_of(rows, tile.rows), arguments, tile, x)
+    launch(gated_rows_kernel, tiles_of(rows, tile.rows), (x2, q, scales), rows, numbers, tile)
 
 
 def _halved(x: Tensor) -> tuple[Any, ...]:
@@ -85,7 +87,7 @@ def gated(x: Tensor, activation: str, tile: Tile | None = None) -> Tensor:
 @torch_op()
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
     """Gate rows by SiLU into codes under a scale, one float32 number."""
-    q = new_codes(x, _halved(x))
+    q = x.new_empty(_halved(x), dtype=code_dtype(x))
     _elements(x, q, SILU.value, STATIC.value, scale, tile)
     return as_codes(q)
 
@@ -93,7 +95,7 @@ def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = 
 @torch_op()
 def silu_and_mul_dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Gate rows by SiLU into codes, each row under a scale of its own; returns the codes and the scales."""
-    q = new_codes(x, _halved(x))
+    q = x.new_empty(_halved(x), dtype=code_dtype(x))
     scales = new_scales(q)
     _rows(x, q, scales, SILU.value, tile)
     return as_codes(q), scales
@@ -102,7 +104,7 @@ def silu_and_mul_dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple
 @torch_op()
 def static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
     """Quantise rows under a scale, one float32 number."""
-    q = new_codes(x, x.shape)
+    q = new_codes(x)
     _elements(x, q, NO_GATE.value, STATIC.value, scale, tile)
     return as_codes(q)
 
@@ -110,6 +112,6 @@ def static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tens
 @torch_op()
 def dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
     """Quantise rows, each under a scale of its own; returns the codes and the scales."""
-    q, scales = new_codes(x, x.shape), new_scales(x)
+    q, scales = new_codes(x), new_scales(x)
     _rows(x, q, scales, NO_GATE.value, tile)
     return as_codes(q), scales

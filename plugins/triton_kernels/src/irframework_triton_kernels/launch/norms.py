@@ -5,10 +5,12 @@ from torch import Tensor
 from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, VALUES
 from irframework_triton_kernels.kernels.norms import add_rms_norm_kernel, rms_norm_kernel
 from irframework_triton_kernels.launch.call import (
-    abilities_for,
+    FP8,
     as_codes,
+    as_float,
     launch,
     new_codes,
+    new_like,
     new_scales,
     rows_of,
     static,
@@ -34,13 +36,13 @@ def _norm(
     if static(hidden) == 0:
         return
     tile = tile or row_tile(static(hidden))
-    arguments = (
-        x2, x2 if weight is None else weight, y, x2 if scale is None else scale, rows, hidden,
-        hidden if variance_size is None else variance_size, x2.stride(0), epsilon,
-        weight is not None, variance_size is not None, codes, codes != 0 and abilities_for(x).codes,
+    tensors = (x2, x2 if weight is None else weight, y, x2 if scale is None else scale)
+    numbers = (
+        hidden, hidden if variance_size is None else variance_size, x2.stride(0), as_float(epsilon),
+        weight is not None, variance_size is not None, codes, codes != 0 and y.dtype is FP8,
         tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
-    launch(rms_norm_kernel, tiles_of(rows, tile.rows), arguments, tile, x)
+    launch(rms_norm_kernel, tiles_of(rows, tile.rows), tensors, rows, numbers, tile)
 
 
 def _add_norm(
@@ -61,13 +63,13 @@ def _add_norm(
     if static(hidden) == 0:
         return
     tile = tile or row_tile(static(hidden))
-    arguments = (
-        x2, xr2, x2 if weight is None else weight, y, residual, x2 if scale is None else scale, rows, hidden,
-        hidden if variance_size is None else variance_size, x2.stride(0), xr2.stride(0), epsilon,
-        weight is not None, variance_size is not None, codes, codes != 0 and abilities_for(x).codes,
+    tensors = (x2, xr2, x2 if weight is None else weight, y, residual, x2 if scale is None else scale)
+    numbers = (
+        hidden, hidden if variance_size is None else variance_size, x2.stride(0), xr2.stride(0), as_float(epsilon),
+        weight is not None, variance_size is not None, codes, codes != 0 and y.dtype is FP8,
         tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
-    launch(add_rms_norm_kernel, tiles_of(rows, tile.rows), arguments, tile, x)
+    launch(add_rms_norm_kernel, tiles_of(rows, tile.rows), tensors, rows, numbers, tile)
 
 
 @torch_op()
@@ -75,7 +77,7 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None, tile: Tile | None = None
 ) -> Tensor:
     """Norm rows, `[..., hidden]` with stride 1 in the last dimension, into a new tensor of the dtype of x."""
-    y = x.new_empty(x.shape)
+    y = new_like(x)
     _norm(x, weight, y, epsilon, variance_size, tile=tile)
     return y
 
@@ -85,7 +87,7 @@ def rms_norm_static_quant_fp8(
     x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float, tile: Tile | None = None
 ) -> Tensor:
     """Norm rows into codes under a scale, one float32 number."""
-    q = new_codes(x, x.shape)
+    q = new_codes(x)
     _norm(x, weight, q, epsilon, codes=STATIC.value, scale=scale, tile=tile)
     return as_codes(q)
 
@@ -95,7 +97,7 @@ def rms_norm_dynamic_quant_fp8(
     x: Tensor, weight: Tensor | None, epsilon: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Norm rows into codes, each row under a scale of its own; returns the codes and the scales."""
-    q, scales = new_codes(x, x.shape), new_scales(x)
+    q, scales = new_codes(x), new_scales(x)
     _norm(x, weight, q, epsilon, codes=DYNAMIC.value, scale=scales, tile=tile)
     return as_codes(q), scales
 
@@ -113,7 +115,7 @@ def fused_add_rms_norm(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add and norm rows into new tensors; returns the norm and the sum."""
-    y, residual = x.new_empty(x.shape), x.new_empty(x.shape)
+    y, residual = new_like(x), new_like(x)
     _add_norm(x, x_residual, weight, y, residual, epsilon, variance_size, tile=tile)
     return y, residual
 
@@ -123,7 +125,7 @@ def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add and norm rows into codes under a scale; returns the codes and the sum."""
-    q, residual = new_codes(x, x.shape), x.new_empty(x.shape)
+    q, residual = new_codes(x), new_like(x)
     _add_norm(x, x_residual, weight, q, residual, epsilon, codes=STATIC.value, scale=scale, tile=tile)
     return as_codes(q), residual
 
@@ -133,7 +135,7 @@ def fused_add_rms_norm_dynamic_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add and norm rows into codes, each row under a scale of its own; returns the codes, the scales and the sum."""
-    q, scales, residual = new_codes(x, x.shape), new_scales(x), x.new_empty(x.shape)
+    q, scales, residual = new_codes(x), new_scales(x), new_like(x)
     _add_norm(x, x_residual, weight, q, residual, epsilon, codes=DYNAMIC.value, scale=scales, tile=tile)
     return as_codes(q), scales, residual
 
@@ -169,7 +171,7 @@ def fused_add_rms_norm_static_quant_fp8_inplace(
         ValueError: x_residual is not contiguous.
     """
     _check_overwritten(x_residual=x_residual)
-    q = new_codes(x, x.shape)
+    q = new_codes(x)
     _add_norm(x, x_residual, weight, q, x_residual, epsilon, codes=STATIC.value, scale=scale, tile=tile)
     return as_codes(q)
 
@@ -184,7 +186,7 @@ def fused_add_rms_norm_dynamic_quant_fp8_inplace(
         ValueError: x_residual is not contiguous.
     """
     _check_overwritten(x_residual=x_residual)
-    q, scales = new_codes(x, x.shape), new_scales(x)
+    q, scales = new_codes(x), new_scales(x)
     _add_norm(x, x_residual, weight, q, x_residual, epsilon, codes=DYNAMIC.value, scale=scales, tile=tile)
     return as_codes(q), scales
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from irframework_triton_kernels.kernels.rotary import rotary_kernel
-from irframework_triton_kernels.launch.call import launch, tiles_of, torch_op
+from irframework_triton_kernels.launch.call import launch, new_like, tiles_of, torch_op
 from irframework_triton_kernels.tiles import heads_tile
 
 
@@ -30,27 +30,28 @@ def _rotate(
     half = cache.shape[1] // 2
     tile = heads_tile(half, max(query_heads, key_heads))
     rest = head_size - 2 * half
-    arguments = (
-        positions.reshape(-1), q, k, cache, query_out, key_out, cache.shape[0], query_heads, key_heads, head_size, half,
+    tensors = (positions.reshape(-1), q, k, cache, query_out, key_out)
+    numbers = (
+        query_heads, key_heads, head_size, half,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), cache.stride(0),
         is_neox, key is not None, tile.rows, tile.block, 1 << (rest - 1).bit_length() if rest else 0,
     )  # fmt: skip
     programs = tokens * (tiles_of(query_heads, tile.rows) + tiles_of(key_heads, tile.rows))
-    launch(rotary_kernel, programs, arguments, tile, query)
+    launch(rotary_kernel, programs, tensors, cache.shape[0], numbers, tile)
 
 
 @torch_op("rotary_embedding")
 def _with_key(
     positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
-    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    query_out, key_out = new_like(query), new_like(key)
     _rotate(positions, query, key, cos_sin_cache, head_size, is_neox, query_out, key_out)
     return query_out, key_out
 
 
 @torch_op("rotary_embedding_query")
 def _without_key(positions: Tensor, query: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool) -> Tensor:
-    query_out = query.new_empty(query.shape)
+    query_out = new_like(query)
     _rotate(positions, query, None, cos_sin_cache, head_size, is_neox, query_out, query_out)
     return query_out
 
