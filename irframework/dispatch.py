@@ -53,7 +53,7 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
     used_up: str | None = None  # from there on only native is left
     for entry in entries_for(op, device, mode):
         impl = op.registered[entry.provider]
-        reason = why_never(impl, device) or _why_not_now(impl, args)
+        reason = why_never(impl, device) or why_not_now(impl, args)
         accepted = reason is None
         if accepted and chosen is not None:
             candidates.append(Candidate(entry.provider, True, f"{chosen.provider} comes first", entry.origin))
@@ -110,8 +110,9 @@ def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
 
 def why_never(impl: "IrOpImpl", device: str) -> str | None:
     """Why an implementation cannot be chosen for any call on a device type now, or None."""
-    if not impl.supported:
-        return impl.unsupported_reason or "not supported"
+    reason = impl.support.reason(device)
+    if reason is not None:
+        return reason
     if impl.provider == "native":
         return None
     if device == "meta":
@@ -123,7 +124,12 @@ def why_never(impl: "IrOpImpl", device: str) -> str | None:
     return None
 
 
-def _why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
+def why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
+    """Why an implementation does not take a call, or None.
+
+    Raises:
+        PredicateGuardError: Its predicate looked at a symbolic size.
+    """
     environment = symbolic.shape_env_of(args)
     guards = symbolic.guard_count(environment)
     try:

@@ -1,14 +1,13 @@
 """One provider's implementation of one op.
 
-Owns `IrOpImpl`, the check of its signature against the op's, and the lazy evaluation of `supported`. Does not choose
-between implementations: see `dispatch.py`.
+Owns `IrOpImpl` and the check of its signature against the op's. Does not choose between implementations: see
+`dispatch.py`; nor ask whether one runs on this machine: see `support.py`.
 
 Private API used here: `importlib._RELOADING` (Python 3.10 to 3.14), the modules that are being reloaded.
 """
 
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ from irframework.decision import Rejected
 from irframework.digest import digest_of
 from irframework.errors import ConditionError, SignatureError, UnknownProviderError, suggest
 from irframework.registry import find_op
+from irframework.support import Support
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
 
-logger = logging.getLogger(__name__)
+PREDICATE_RAISED = "supports_args raised"  # how the reason of such a rejection begins
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -35,6 +35,7 @@ class IrOpImpl:
         op: The op.
         provider: The name it was registered under.
         fn: The provider's function.
+        support: Whether it can run on this machine, as a whole or for each device type.
         inplace: Whether it may overwrite the op's activations.
         device_types: Device types it runs on; None means any that holds data.
         batch_invariant: Whether a row's result does not depend on the other rows.
@@ -47,6 +48,7 @@ class IrOpImpl:
     op: "IrOp"
     provider: str
     fn: Callable[..., Any]
+    support: Support = field(default_factory=lambda: Support("an implementation"))
     inplace: bool = False
     device_types: tuple[str, ...] | None = None
     batch_invariant: bool = False
@@ -57,8 +59,6 @@ class IrOpImpl:
     missing: tuple[str, ...] = ()
     proven: bool = False
     shares: bool = False
-    _supported: bool | Callable[[], bool | Rejected] = True
-    _reason: str | None = None
     _digest: str | None = field(default=None, repr=False)
     _failed_check: Callable[..., str | None] | None = field(default=None, repr=False)
     _apply: Callable[..., Any] | None = field(default=None, repr=False)
@@ -95,26 +95,12 @@ class IrOpImpl:
     @property
     def supported(self) -> bool:
         """Whether it can run on this machine at all. Evaluated once; an exception means no."""
-        if not isinstance(self._supported, bool):
-            self._supported, self._reason = self._ask()
-        return self._supported
+        return self.support.reason() is None
 
     @property
     def unsupported_reason(self) -> str | None:
         """Why `supported` is false, or None."""
-        return None if self.supported else self._reason
-
-    def _ask(self) -> tuple[bool, str | None]:
-        ask = self._supported
-        assert callable(ask)  # narrowed by the caller
-        try:
-            answer = ask()
-        except (Exception, SystemExit) as error:  # a library that it imports may exit
-            logger.debug("supported() of %s raised", self.name, exc_info=True)
-            return False, f"supported() raised {type(error).__name__}: {error}"
-        if isinstance(answer, Rejected):
-            return False, answer.reason
-        return bool(answer), None if answer else "supported() said no on this machine"
+        return self.support.reason()
 
     def supports_args(self, *args: Any, **kwargs: Any) -> bool | Rejected:
         """Ask whether this implementation takes a call, given with the op's signature.
@@ -147,7 +133,7 @@ class IrOpImpl:
             except Exception as error:
                 if symbolic.is_guard_error(error):
                     raise
-                return Rejected(f"supports_args raised {type(error).__name__}: {error}")
+                return Rejected(f"{PREDICATE_RAISED} {type(error).__name__}: {error}")
             if isinstance(answer, Rejected):
                 return answer
             if not accepted:
@@ -187,17 +173,26 @@ def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], di
     return positional, {name: value for name, value in named.items() if name in keyword_only}
 
 
-def device_types_of(op: str, provider: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Read the device types that an implementation is registered for.
+def device_types_of(op: str, provider: str, names: Iterable[str] | None, support: Support) -> tuple[str, ...] | None:
+    """Read the device types that an implementation is registered for; None means all that hold data.
 
     Raises:
-        ConditionError: They are not names of device types.
+        ConditionError: They are not names of device types, or not those that `supported` tells apart.
     """
-    types = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
+    told = support.device_types
+    if names is None and told is None:
+        return None
+    given = told if names is None else names
+    types = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
     if not types or not all(isinstance(name, str) and name.isidentifier() and name == name.lower() for name in types):
         raise ConditionError(
             f"Op {op!r}, provider {provider!r}: device_types must name device types without an index, e.g. "
-            f'("cpu", "cuda"); got {names!r}.'
+            f'("cpu", "cuda"); got {given!r}.'
+        )
+    if told is not None and set(told) != set(types):
+        raise ConditionError(
+            f"Op {op!r}, provider {provider!r}: supported speaks of {', '.join(told)}, device_types of "
+            f"{', '.join(types)}. Leave device_types out."
         )
     return types
 

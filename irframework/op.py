@@ -14,7 +14,7 @@ import torch
 
 from irframework import codegen, dispatcher, torch_ops
 from irframework.conditions import Predicate, Supports
-from irframework.decision import Decision, Rejected
+from irframework.decision import Decision
 from irframework.errors import (
     ArgumentError,
     ConditionError,
@@ -25,6 +25,7 @@ from irframework.errors import (
 )
 from irframework.impl import IrOpImpl, check_signature, check_switches, declared_again, device_types_of, place_of
 from irframework.registry import find_op, load_plugins, registry
+from irframework.support import Answer, Support
 
 NATIVE = "native"
 
@@ -174,7 +175,7 @@ class IrOp:
         self,
         provider: str,
         *,
-        supported: bool | Rejected | Callable[[], bool | Rejected] = True,
+        supported: Answer | Mapping[str, Answer] = True,
         supports_args: Predicate | Supports | None = None,
         inplace: bool = False,
         device_types: Iterable[str] | None = None,
@@ -186,10 +187,12 @@ class IrOp:
             provider: Name of the provider. `native` is reserved.
             supported: Whether the implementation can run on this machine: a bool, `ir.reject(reason)`, or a callable
                 without arguments that is asked once, at first need. An exception in it means no, and is the reason.
+                A mapping gives an answer for each device type, `{"cpu": True, "cuda": kernels_load}`.
             supports_args: Predicate with the op's signature: True, False or `ir.reject(reason)`. Or `ir.supports(...)`.
                 It may look at dtypes, ranks, strides, static sizes and numbers; not at values or the batch size.
             inplace: The implementation overwrites the op's activations and returns them.
-            device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means all that hold data.
+            device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means those that `supported` tells
+                apart, else all that hold data.
             batch_invariant: A row's result does not depend on how many other rows there are.
 
         Returns:
@@ -218,22 +221,15 @@ class IrOp:
                 f"Op {self.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain "
                 "spaces, commas, semicolons, equal or question marks, which priority strings use."
             )
-        if isinstance(supported, Rejected):
-            reason = supported.reason
-            supported = False
-        else:
-            reason = "registered with supported=False"
-        check_switches(self.name, provider, supported=callable(supported) or supported)
+        support = Support(f"Op {self.name!r}, provider {provider!r}", supported)
         check_switches(self.name, provider, inplace=inplace, batch_invariant=batch_invariant)
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
             impl = self._make_impl(provider, fn, supports_args)
             impl.inplace = inplace
-            impl.device_types = None if device_types is None else device_types_of(self.name, provider, device_types)
+            impl.device_types = device_types_of(self.name, provider, device_types, support)
             impl.batch_invariant = batch_invariant
-            impl._supported = supported
-            if supported is False:
-                impl._reason = reason
+            impl.support = support
             if inplace and not self.allow_inplace:
                 raise InplaceError(
                     f"Implementation {provider!r} ({impl.source}) is registered with inplace=True, but op "
@@ -321,7 +317,7 @@ class IrOp:
         return fn
 
     def register_input_generator(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the function behind `generate_inputs`; it takes (shape, dtype, device) keywords."""
+        """Register the function behind `generate_inputs`: it returns a call, or yields the usual one, then others."""
         self._attach(input_generator=fn)
         return fn
 
@@ -355,7 +351,8 @@ class IrOp:
                 f"Op {self.name!r} ({self.source}) has no input generator. Register one with "
                 f"@ir.ops.{self.name}.register_input_generator."
             )
-        return self.bind(tuple(self.input_generator(shape=shape, dtype=dtype, device=device)))
+        made = self.input_generator(shape=shape, dtype=dtype, device=device)
+        return self.bind(tuple(next(made) if inspect.isgeneratorfunction(self.input_generator) else made))
 
     def override_tolerance(self, dtype: torch.dtype, *, atol: float, rtol: float) -> None:
         """State how far implementations may be from native for a dtype."""

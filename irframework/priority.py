@@ -375,7 +375,7 @@ def _digest(op: "IrOp", mode: str, switches: str) -> str:
     for device in device_types_here():
         for entry in entries_for(op, device, mode):
             impl = op.registered[entry.provider]
-            hasher.update(f"{device} {entry.provider} {impl.supported} {impl.digest()}\0".encode())
+            hasher.update(f"{device} {entry.provider} {impl.support.reason(device) is None} {impl.digest()}\0".encode())
     return hasher.hexdigest()[:16]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import irframework as ir
 from irframework import errors
+from irframework.dispatch import why_never
 
 
 def plain(x, weight=None, epsilon=1e-6):
@@ -345,3 +346,41 @@ def test_implementation_that_calls_its_own_op_without_end_is_told_so(declare):
 
     with pytest.raises(errors.ImplementationContractError, match=r"calls itself without end.*\.native"):
         op(torch.ones(2))
+
+
+def test_support_may_differ_by_device_type(declare):
+    op = declare()
+    asked = []
+
+    def on_cuda():
+        asked.append("cuda")
+        return ir.reject("no kernel image for sm_75")
+
+    impl = op.register_impl("p", supported={"cpu": True, "cuda": on_cuda})(plain)
+    assert impl.device_types == ("cpu", "cuda")
+    assert impl.supported
+    assert impl.unsupported_reason is None
+    assert why_never(impl, "cpu") is None
+    assert why_never(impl, "cuda") == why_never(impl, "cuda") == "no kernel image for sm_75"
+    assert "runs on cpu, cuda" in why_never(impl, "xpu")
+    assert asked == ["cuda"]
+
+
+def test_support_of_no_device_gives_all_reasons(declare):
+    impl = declare().register_impl("p", supported={"cpu": False, "cuda": ir.reject("not built")})(plain)
+    assert not impl.supported
+    assert impl.unsupported_reason == "on cpu: registered with supported=False; on cuda: not built"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"supported": {}}, "empty mapping"),
+        ({"supported": {"cpu": 3}}, "must be True, False"),
+        ({"supported": {"CPU:0": True}}, "without an index"),
+        ({"supported": {"cpu": True}, "device_types": ("cuda",)}, "Leave device_types out"),
+    ],
+)
+def test_support_by_device_type_that_makes_no_sense_is_refused(declare, options, words):
+    with pytest.raises(errors.ConditionError, match=words):
+        declare().register_impl("p", **options)(plain)
