@@ -1,10 +1,9 @@
-"""Checks every provider's numerics on a GPU against float64, eager and compiled, and times them by CUDA graph replay.
+"""Checks every provider's numerics on a GPU against float64, eager and compiled. Times are `providers_gpu.py`'s.
 
 Run it in the root of the repository, on the machine with the GPU:
 
-    python benchmarks/gpu_check.py                  # numerics and a small table of times, a few minutes
-    python benchmarks/gpu_check.py --rows 1,16,64,256,1024,2048,8192,32768 --columns 2048,4096,5120,8192 --no-checks
-    python benchmarks/gpu_check.py --providers triton --no-compile --no-times --json check.json
+    python benchmarks/gpu_check.py                  # a few minutes
+    python benchmarks/gpu_check.py --providers triton --no-compile --json check.json
 
 Of this repository nothing needs to be installed: `source_tree` puts it and the sources under plugins/ on the path, so
 that entry points are found (the plugins, the backend `irframework`). Needed are torch, pluggy, pydantic and
@@ -13,19 +12,13 @@ importlib_metadata; kernels that are compiled (`vllm_c`) take part where their w
 Numerics: `units` is the largest error, in units of the dtype's precision relative to the exact value (or to a tenth of
 the result's root mean square, where the value is smaller); native's own is beside it. A check fails above
 max(8, 2 x native's). Outputs are poisoned with NaN before each call.
-
-Times: all calls of a line are captured in one CUDA graph over input sets that together exceed the L2 cache where they
-can, each writing to memory of its own; a time is the median over replays, divided by the number of calls. `floor` is
-the bytes that must move, at the bandwidth of a large copy measured in the same run.
 """
 
 import argparse
 import json
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,15 +28,12 @@ from source_tree import make_importable
 make_importable()
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
 from gpu_cases import Arguments, Case, cases, gated_case, norm_case  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import irframework as ir  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-# --- numerics -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,168 +195,18 @@ def print_checks(checker: Checker) -> int:
     return len(bad)
 
 
-# --- times --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds per call."""
-
-    op: str
-    rows: int
-    columns: int
-    what: str
-    microseconds: float
-    floor: float
-
-
-def replayed(call: Callable[..., Any], sets: list[Arguments], calls: int) -> float:
-    """Median microseconds of one call, `calls` of them in a graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.no_grad():
-        for arguments in sets[:3]:
-            call(*arguments)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            kept = [call(*sets[index % len(sets)]) for index in range(calls)]
-        times = []
-        for _ in range(13):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / calls)
-    del kept, graph
-    return statistics.median(times[3:])
-
-
-def host_time(call: Callable[..., Any], arguments: Arguments) -> float:
-    """Median microseconds until a call has returned, with an idle device."""
-    rounds = []
-    for _ in range(30):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            call(*arguments)
-        rounds.append((time.perf_counter() - start) / 20 * 1e6)
-    return statistics.median(rounds)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per microsecond, read and written, of a large copy.
-
-    Not from a graph: there a copy is a node for the copy engines, which are slower than a kernel.
-    """
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return 2 * source.numel() * 4 / statistics.median(times[5:])
-
-
-def under(provider: str, op: str, form: Any) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        with ir.priority({op: [provider]}):
-            return form(*arguments)
-
-    return call
-
-
-def contestants(op: ir.IrOp, providers: list[str], inductor: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield "native", op.native
-    if inductor:
-        torch._dynamo.reset()
-        yield "inductor", torch.compile(op.native, dynamic=False)
-    if op.name == "rms_norm":
-        yield "F.rms_norm", lambda x, w, e: F.rms_norm(x, w.shape, w, e)
-    for provider in providers:
-        if provider in op.impls and op.impls[provider].supported:
-            yield provider, under(provider, op.name, op)
-            if op.allow_inplace:
-                yield f"{provider} donated", under(provider, op.name, op.maybe_inplace)
-    if op.name == "fused_add_rms_norm" and "triton" in providers and op.impls["triton"].supported:
-        from irframework_triton_kernels.launch import fused_add_rms_norm_inplace
-
-        yield "triton overwrites", lambda x, r, w, e: fused_add_rms_norm_inplace(x, r, w, e, None)
-
-
-def time_all(rows: list[int], columns: list[int], providers: list[str], inductor: bool) -> list[Timing]:
-    bandwidth = copy_bandwidth()
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    print(f"\ncopy {bandwidth / 1e6:.2f} TB/s, L2 {l2 >> 20} MiB, bfloat16, microseconds (times floor)")
-    # Tensors of rows x columns that move, and the arguments over them.
-    moving: dict[str, tuple[float, Callable[[int, int], Arguments]]] = {
-        "rms_norm": (2, lambda r, c: norm_case("rms_norm", "", (r, c)).make(torch.bfloat16, "cuda")),
-        "fused_add_rms_norm": (
-            4,
-            lambda r, c: norm_case("fused_add_rms_norm", "", (r, c)).make(torch.bfloat16, "cuda"),
-        ),
-        "silu_and_mul": (3, lambda r, c: gated_case("silu_and_mul", "", (r, 2 * c)).make(torch.bfloat16, "cuda")),
-    }
-    timings: list[Timing] = []
-    for name, (tensors, make) in moving.items():
-        op = getattr(ir.ops, name)
-        for r in rows:
-            for c in columns:
-                moved = tensors * r * c * 2
-                calls = max(4, min(50, math.ceil(4 * l2 / moved)))
-                sets = [make(r, c) for _ in range(calls)]
-                line = []
-                for what, call in contestants(op, providers, inductor):
-                    try:
-                        taken = replayed(call, sets, calls)
-                    except Exception as error:
-                        print(f"FAILED   {what} {name} {r}x{c}: {type(error).__name__}: {str(error)[:200]}")
-                        continue
-                    timings.append(Timing(name, r, c, what, taken, moved / bandwidth))
-                    line.append(f"{what} {taken:.2f} ({taken * bandwidth / moved:.2f})")
-                print(f"{name:20}{r:>6}x{c:<6} floor {moved / bandwidth:8.2f}  {'  '.join(line)}", flush=True)
-                del sets
-    print("\ngeometric mean of time over floor, rows >= 2048")
-    for name in moving:
-        shares: dict[str, list[float]] = {}
-        for t in timings:
-            if t.op == name and t.rows >= 2048:
-                shares.setdefault(t.what, []).append(t.microseconds / t.floor)
-        print(f"{name:20}" + "  ".join(f"{what} {statistics.geometric_mean(s):.3f}" for what, s in shares.items()))
-    print("\nhost time of one call, microseconds")
-    for name, (_, make) in moving.items():
-        arguments, op = make(16, 4096), getattr(ir.ops, name)
-        line = []
-        for provider in (p for p in providers if p in op.impls and op.impls[p].supported):
-            with ir.priority({name: [provider]}):
-                own = host_time(op.impls[provider].fn, arguments)
-                line.append(f"{provider} {host_time(op, arguments):.1f}, its own function {own:.1f}")
-        print(f"{name:20}native {host_time(op.native, arguments):.1f}  {'  '.join(line)}")
-    return timings
-
-
 # --- the program --------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", help="cpu: numerics only")
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--providers", help="comma list; default: all that are supported here")
     parser.add_argument("--dtypes", default="bf16,fp16,fp32")
     parser.add_argument("--ops", help="comma list of ops to check")
     parser.add_argument("--compile-dtypes", default="bf16", help="dtypes that are checked under torch.compile as well")
-    parser.add_argument(
-        "--no-compile", action="store_true", help="check eager calls only, and leave out inductor's times"
-    )
+    parser.add_argument("--no-compile", action="store_true", help="check eager calls only")
     parser.add_argument("--large", action="store_true", help="tensors of more than 2^31 elements too (30 GB)")
-    parser.add_argument("--no-checks", action="store_true")
-    parser.add_argument("--no-times", action="store_true")
-    parser.add_argument("--rows", default="1,64,2048,32768")
-    parser.add_argument("--columns", default="4096,8192")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ir.load_plugins()
@@ -385,22 +225,15 @@ def main() -> int:
         providers = [name for name in options.providers.split(",") if name in providers]
     compiled = [] if options.no_compile else options.compile_dtypes.split(",")
     checker = Checker(options.device, providers, compiled)
-    failed = 0
-    if not options.no_checks:
-        for case in cases():
-            if not options.ops or case.op in options.ops.split(","):
-                for dtype in options.dtypes.split(","):
-                    checker.run(case, dtype)
-        if options.large:
-            checker.run_large()
-        failed = print_checks(checker)
-    timings: list[Timing] = []
-    if options.device == "cuda" and not options.no_times:
-        sizes = [[int(n) for n in text.split(",")] for text in (options.rows, options.columns)]
-        timings = time_all(*sizes, providers, not options.no_compile)
+    for case in cases():
+        if not options.ops or case.op in options.ops.split(","):
+            for dtype in options.dtypes.split(","):
+                checker.run(case, dtype)
+    if options.large:
+        checker.run_large()
+    failed = print_checks(checker)
     if options.json:
-        result = {"checks": [asdict(c) for c in checker.checks], "timings": [asdict(t) for t in timings]}
-        options.json.write_text(json.dumps(result, indent=1))
+        options.json.write_text(json.dumps({"checks": [asdict(c) for c in checker.checks]}, indent=1))
     return 1 if failed or not providers else 0
 
 

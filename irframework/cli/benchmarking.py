@@ -110,6 +110,7 @@ class GraphClock:
 
     def time(self, call: Call, sets: Sequence[Arguments], rounds: int = 15, cold: bool = True) -> Timing:
         """See `Clock.time`."""
+        self.synchronize()  # the arguments were made in another stream
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             for arguments in (*sets[:1], *sets[:3]):  # compiles, tunes, loads
                 call(*arguments)
