@@ -6,7 +6,6 @@
 #include <sycl/sycl.hpp>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -44,7 +43,6 @@ const char* guarded(Body body) {
 
 // The kernels of one dtype, for one context and device.
 struct Kernels {
-  sycl::context context;
   std::vector<sycl::kernel> by_number;  // in the order of the names that were asked for
   int64_t most_items;
 };
@@ -61,11 +59,11 @@ void launch(const Kernels& kernels, int32_t number, sycl::queue& queue, int64_t 
   const int64_t items = items_for(work, kernels.most_items);
   groups = std::min(groups, kMostGroups);
   const sycl::nd_range<1> range(static_cast<size_t>(groups * items), static_cast<size_t>(items));
-  const sycl::event event = queue.submit([&](sycl::handler& handler) {
+  sycl::event event = queue.submit([&](sycl::handler& handler) {
     set_arguments(handler);
     handler.parallel_for(range, kernels.by_number.at(number));
   });
-  if (wait) const_cast<sycl::event&>(event).wait_and_throw();
+  if (wait) event.wait_and_throw();
 }
 
 }  // namespace
@@ -108,9 +106,13 @@ const char* irframework_sycl_compile(void* queue, const char* source, const char
       auto built = syclexp::build(
           bundle, std::vector<sycl::device>{device},
           syclexp::properties{syclexp::build_options{flags}, syclexp::save_log{&log}});
-      const int64_t limit = static_cast<int64_t>(device.get_info<sycl::info::device::max_work_group_size>());
-      kernels = std::make_unique<Kernels>(Kernels{on.get_context(), {}, std::min(limit, kMostItems)});
-      for (int32_t i = 0; i < name_count; ++i) kernels->by_number.push_back(built.ext_oneapi_get_kernel(names[i]));
+      kernels = std::make_unique<Kernels>(Kernels{{}, kMostItems});
+      for (int32_t i = 0; i < name_count; ++i) {
+        const sycl::kernel kernel = built.ext_oneapi_get_kernel(names[i]);
+        const size_t most = kernel.get_info<sycl::info::kernel_device_specific::work_group_size>(device);
+        kernels->most_items = std::min(kernels->most_items, static_cast<int64_t>(most));
+        kernels->by_number.push_back(kernel);
+      }
     } catch (const std::exception& error) {
       throw std::runtime_error(log.empty() ? error.what() : log);
     }

@@ -175,6 +175,12 @@ def test_a_weight_may_be_float32(name, dtype):
     close(name, *arguments)
 
 
+def test_no_bits_of_a_nan_become_a_number():
+    weight = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    for dtype in FLOATS:
+        assert run("rms_norm", torch.ones(1, 4).to(dtype), weight, 1e-6)[0].isnan().all()
+
+
 @pytest.mark.parametrize("name", [name for name in OPS if "norm" in name])
 def test_a_weight_may_be_left_out(name):
     close(

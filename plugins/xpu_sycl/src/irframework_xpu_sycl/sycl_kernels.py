@@ -49,7 +49,8 @@ def _after_fork() -> None:
     _used_before_fork = bool(_compiled)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # ---- the library and its queues ------------------------------------------------------------------------------------
