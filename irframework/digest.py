@@ -42,6 +42,7 @@ def digest_of(impl: "IrOpImpl") -> str:
         str(impl.missing),
         repr([check.test for check in impl.checks]),
         digest_function(impl.fn, packaged=packaged),
+        digest_function(impl.functional.fn, packaged=packaged) if impl.functional is not None else "",
         *(digest_function(predicate, packaged=packaged) for predicate in impl.predicates),
     ]
     entry = entry_of(impl.plugin) if impl.plugin is not None else None

@@ -238,6 +238,8 @@ class _Writer:
         return " and ".join(tests)
 
     def _candidate(self, impl: "IrOpImpl") -> list[str]:
+        if impl.functional is not None and not self.donated:
+            impl = impl.functional
         fn = self._name("_f", impl.fn)
         tests = self._tests(impl)
         indent = " " * 16

@@ -154,6 +154,8 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
     """Run one implementation and hold it to what the op promises."""
     op = impl.op
     overwritten: list[Tensor] = []
+    if impl.functional is not None and not (donated and _all_may_be_overwritten(op, args)):
+        impl = impl.functional
     if impl.inplace:
         values = op.named(args)
         for name in op.activations:
@@ -184,6 +186,11 @@ def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> 
         impl.proven = True
         op.reset_dispatch()
     return outputs
+
+
+def _all_may_be_overwritten(op: "IrOp", args: tuple[Any, ...]) -> bool:
+    values = op.named(args)
+    return all(_may_be_overwritten(op, name, values) for name in op.activations if isinstance(values[name], Tensor))
 
 
 def _may_be_overwritten(op: "IrOp", name: str, values: dict[str, Any]) -> bool:

@@ -10,14 +10,21 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from irframework import autocast, codegen, symbolic
 from irframework.conditions import Check, Predicate
 from irframework.decision import Rejected
 from irframework.digest import digest_of
-from irframework.errors import ConditionError, SignatureError, UnknownProviderError, suggest
+from irframework.errors import (
+    ArgumentError,
+    ConditionError,
+    ReservedNameError,
+    SignatureError,
+    UnknownProviderError,
+    suggest,
+)
 from irframework.registry import find_op
 from irframework.support import Support
 
@@ -62,6 +69,8 @@ class IrOpImpl:
     _digest: str | None = field(default=None, repr=False)
     _failed_check: Callable[..., str | None] | None = field(default=None, repr=False)
     _apply: Callable[..., Any] | None = field(default=None, repr=False)
+    _functional_fn: Callable[..., Any] | None = None
+    _functional: "IrOpImpl | None" = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the provider's function itself."""
@@ -101,6 +110,18 @@ class IrOpImpl:
     def unsupported_reason(self) -> str | None:
         """Why `supported` is false, or None."""
         return self.support.reason()
+
+    @property
+    def functional(self) -> "IrOpImpl | None":
+        """What an in-place implementation runs where nothing may be overwritten, so that nothing need be copied first.
+
+        None if it was registered without: then it works on copies.
+        """
+        if self._functional is None and self._functional_fn is not None:
+            self._functional = replace(
+                self, fn=self._functional_fn, inplace=False, _functional_fn=None, _digest=None, _apply=None
+            )
+        return self._functional
 
     def supports_args(self, *args: Any, **kwargs: Any) -> bool | Rejected:
         """Ask whether this implementation takes a call, given with the op's signature.
@@ -173,6 +194,30 @@ def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], di
     return positional, {name: value for name, value in named.items() if name in keyword_only}
 
 
+def check_provider(op: "IrOp", provider: object) -> None:
+    """Check the name under which an implementation is registered.
+
+    Raises:
+        ReservedNameError: It is `native`, or has characters that priority strings use.
+        ArgumentError: It is no name.
+    """
+    if provider == "native":
+        raise ReservedNameError(
+            f"Op {op.name!r}: the provider name 'native' is reserved for the op's own function ({op.source}). "
+            "Choose another name."
+        )
+    if not isinstance(provider, str):
+        raise ArgumentError(
+            f"Op {op.name!r}: register_impl expects a provider's name, got {provider!r:.60}. Write "
+            f'@ir.ops.{op.name}.register_impl("name") above the function.'
+        )
+    if not provider or any(c in ",;=?" or c.isspace() for c in provider):
+        raise ReservedNameError(
+            f"Op {op.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain spaces, "
+            "commas, semicolons, equal or question marks, which priority strings use."
+        )
+
+
 def device_types_of(op: str, provider: str, names: Iterable[str] | None, support: Support) -> tuple[str, ...] | None:
     """Read the device types that an implementation is registered for; None means all that hold data.
 
@@ -206,6 +251,26 @@ def check_switches(op: str, provider: str, **switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConditionError(f"Op {op!r}, provider {provider!r}: {name} must be True or False, got {value!r:.60}.")
+
+
+def check_functional(impl: IrOpImpl, fn: object) -> None:
+    """Check the function that an in-place implementation has for calls that give nothing away.
+
+    Raises:
+        ConditionError: It is no function, or the implementation does not work in place.
+        SignatureError: It lacks parameters, or has others than the implementation.
+    """
+    if not callable(fn) or not impl.inplace:
+        what = (
+            "expects a function" if impl.inplace else "needs inplace=True: without it, the implementation is functional"
+        )
+        raise ConditionError(f"Op {impl.op.name!r}, provider {impl.provider!r} ({impl.source}): functional= {what}.")
+    missing = check_signature(impl.op, fn, "The functional form", impl.provider)
+    if missing:
+        raise SignatureError(
+            f"The functional form of provider {impl.provider!r} for op {impl.op.name!r} ({place_of(fn)}) lacks "
+            f"{', '.join(missing)}."
+        )
 
 
 def place_of(fn: Callable[..., Any]) -> str:

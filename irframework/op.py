@@ -16,14 +16,21 @@ from irframework import codegen, dispatcher, torch_ops
 from irframework.conditions import Predicate, Supports
 from irframework.decision import Decision
 from irframework.errors import (
-    ArgumentError,
     ConditionError,
     DuplicateImplementationError,
     InplaceError,
     InvalidOpError,
-    ReservedNameError,
 )
-from irframework.impl import IrOpImpl, check_signature, check_switches, declared_again, device_types_of, place_of
+from irframework.impl import (
+    IrOpImpl,
+    check_functional,
+    check_provider,
+    check_signature,
+    check_switches,
+    declared_again,
+    device_types_of,
+    place_of,
+)
 from irframework.registry import find_op, load_plugins, registry
 from irframework.support import Answer, Support
 
@@ -178,6 +185,7 @@ class IrOp:
         supported: Answer | Mapping[str, Answer] = True,
         supports_args: Predicate | Supports | None = None,
         inplace: bool = False,
+        functional: Callable[..., Any] | None = None,
         device_types: Iterable[str] | None = None,
         batch_invariant: bool = False,
     ) -> Callable[[Callable[..., Any]], IrOpImpl]:
@@ -191,6 +199,8 @@ class IrOp:
             supports_args: Predicate with the op's signature: True, False or `ir.reject(reason)`. Or `ir.supports(...)`.
                 It may look at dtypes, ranks, strides, static sizes and numbers; not at values or the batch size.
             inplace: The implementation overwrites the op's activations and returns them.
+            functional: With `inplace`, the same without overwriting anything, for calls that give nothing away. Without
+                it they work on copies.
             device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means those that `supported` tells
                 apart, else all that hold data.
             batch_invariant: A row's result does not depend on how many other rows there are.
@@ -206,21 +216,7 @@ class IrOp:
             ConditionError: `supports_args` names parameters that the op does not have, or another option has a value
                 of the wrong kind.
         """
-        if provider == NATIVE:
-            raise ReservedNameError(
-                f"Op {self.name!r}: the provider name 'native' is reserved for the op's own function ({self.source}). "
-                "Choose another name."
-            )
-        if not isinstance(provider, str):
-            raise ArgumentError(
-                f"Op {self.name!r}: register_impl expects a provider's name, got {provider!r:.60}. Write "
-                f'@ir.ops.{self.name}.register_impl("name") above the function.'
-            )
-        if not provider or any(c in ",;=?" or c.isspace() for c in provider):
-            raise ReservedNameError(
-                f"Op {self.name!r}: {provider!r} cannot be a provider's name; it must not be empty or contain "
-                "spaces, commas, semicolons, equal or question marks, which priority strings use."
-            )
+        check_provider(self, provider)
         support = Support(f"Op {self.name!r}, provider {provider!r}", supported)
         check_switches(self.name, provider, inplace=inplace, batch_invariant=batch_invariant)
 
@@ -230,6 +226,9 @@ class IrOp:
             impl.device_types = device_types_of(self.name, provider, device_types, support)
             impl.batch_invariant = batch_invariant
             impl.support = support
+            if functional is not None:
+                check_functional(impl, functional)
+                impl._functional_fn = functional
             if inplace and not self.allow_inplace:
                 raise InplaceError(
                     f"Implementation {provider!r} ({impl.source}) is registered with inplace=True, but op "

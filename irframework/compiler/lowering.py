@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.fx.node import map_arg
 
 from irframework import bisecting, contract, symbolic
-from irframework.compiler.aliasing import Aliasing
+from irframework.compiler.aliasing import Aliasing, effects_of
 from irframework.compiler.clones import KeptCopy
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
@@ -99,18 +99,20 @@ class _Run:
         arguments = op.bind(node.args, node.kwargs)
         values = _values(arguments)
         decision = resolve(op, values, mode="inductor")
-        if decision.impl.inplace and not self.settings.inplace:
+        impl = _without_copies(decision.impl, op, arguments)
+        if impl.inplace and not self.settings.inplace:
             return []
         if bisecting.active() and not bisecting.takes_number(decision.impl, self._place(node)):
             decision = resolve(op, values, mode="inductor")
-        if decision.impl.inplace:
+            impl = _without_copies(decision.impl, op, arguments)
+        if impl.inplace:
             arguments = self._contiguous_activations(node, op, arguments)
             values = _values(arguments)
         chain = self._extend_chain(node, op, decision.impl)
-        key = (op.name, decision.provider, *(_argument_key(value) for value in values))
+        key = (op.name, decision.provider, impl.inplace, *(_argument_key(value) for value in values))
         template = self.templates.get(key)
         if template is None:
-            template = self.templates[key] = _make_template(op, decision.impl, values, node)
+            template = self.templates[key] = _make_template(op, impl, values, node)
         name = self.report.add_decision(node.name, decision)
         self.settings.selected_impls.setdefault(op.name, {})[name] = decision.provider
         inserted = inline(self.graph, node, template, arguments)
@@ -157,6 +159,21 @@ class _Run:
 
 
 _CLONE = torch.ops.aten.clone.default
+
+
+def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...]) -> IrOpImpl:
+    """The functional form of an implementation, where its in-place form would need a copy that is sure to stay."""
+    if impl.functional is None:
+        return impl
+    for name, argument in zip(op.signature.parameters, arguments, strict=True):
+        if name in op.activations and isinstance(argument, Node):
+            root = argument
+            while views := effects_of(root).views:
+                root = views[0]
+            value = argument.meta["val"]
+            if root.op != "call_function" or not _known_equal(value.stride(), contiguous_strides(value)):
+                return impl.functional
+    return impl
 
 
 def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

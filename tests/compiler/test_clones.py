@@ -370,3 +370,45 @@ def test_asking_for_a_size_is_no_read_of_the_memory(add):
     with add.priority("inp"):
         run(f, *tensors(*ARGUMENTS), dynamic=True)
     assert copies_left() == 0
+
+
+def with_functional_form(add):
+    ran = []
+
+    def functional(x, x_residual, weight):
+        ran.append("functional")
+        total = x + x_residual
+        return total * weight, total
+
+    def inplace(x, x_residual, weight):
+        ran.append("inplace")
+        add.kernel(x, x_residual, weight)
+        return x, x_residual
+
+    add.op.register_impl("both", inplace=True, functional=functional)(inplace)
+    return ran
+
+
+def test_inputs_that_are_not_donated_go_to_the_functional_form_and_cost_no_copy(add):
+    ran = with_functional_form(add)
+    arguments = tensors(*ARGUMENTS)
+    with add.priority("native"):
+        want = run(lambda x, r, w: add.op(x, r, w), *arguments)
+    with add.priority("both"):
+        got = run(lambda x, r, w: add.op(x, r, w), *arguments)
+    torch.testing.assert_close(got, want)
+    assert ran == ["functional"]
+    assert report().clones_inserted == 0
+
+
+@pytest.mark.parametrize("given", ["donated", "fresh"])
+def test_memory_that_may_be_overwritten_is_worked_on_in_place(add, given):
+    ran = with_functional_form(add)
+
+    def f(x, r, w):
+        return add.op.maybe_inplace(x, r, w) if given == "donated" else add.op(x.sin(), r.cos(), w)
+
+    with add.priority("both"):
+        run(f, *tensors(*ARGUMENTS))
+    assert ran == ["inplace"]
+    assert copies_left() == 0

@@ -384,3 +384,83 @@ def test_support_of_no_device_gives_all_reasons(declare):
 def test_support_by_device_type_that_makes_no_sense_is_refused(declare, options, words):
     with pytest.raises(errors.ConditionError, match=words):
         declare().register_impl("p", **options)(plain)
+
+
+# --- an in-place implementation with a functional form ----------------------------------------------------------------
+
+
+@pytest.fixture
+def scaled(declare):
+    """An op with an in-place implementation and its functional form, and the names of what ran."""
+    ran = []
+
+    def native(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    op = declare(native, allow_inplace=True)
+
+    def functional(x, factor=2.0):
+        ran.append("functional")
+        return x * factor
+
+    def inplace(x, factor=2.0):
+        ran.append("inplace")
+        return x.mul_(factor)
+
+    op.register_impl("p", inplace=True, functional=functional)(inplace)
+    with ir.priority({op.name: ["p"]}):
+        yield op, ran
+
+
+@pytest.mark.parametrize("calls", [1, 3])  # the first call is made with all checks
+def test_a_call_that_gives_nothing_away_runs_the_functional_form(scaled, calls):
+    op, ran = scaled
+    for _ in range(calls):
+        x = torch.ones(3)
+        assert op(x).tolist() == [2, 2, 2]
+        assert x.tolist() == [1, 1, 1]
+    assert ran == ["functional"] * calls
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_donating_call_runs_in_place(scaled, calls):
+    op, ran = scaled
+    for _ in range(calls):
+        x = torch.ones(3)
+        assert op.maybe_inplace(x) is x
+    assert ran == ["inplace"] * calls
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_what_must_not_be_overwritten_is_given_to_the_functional_form(scaled, calls):
+    op, ran = scaled
+    for _ in range(calls):
+        parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        assert op.maybe_inplace(parameter).tolist() == [2, 2, 2]
+        assert parameter.tolist() == [1, 1, 1]
+    assert ran == ["functional"] * calls
+
+
+def test_a_functional_form_is_part_of_the_digest(declare):
+    def other(x, weight=None, epsilon=1e-6):
+        return x * 11
+
+    digests = {
+        declare(allow_inplace=True).register_impl("p", inplace=True, functional=form)(plain).digest()
+        for form in (None, plain, other)
+    }
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"functional": plain}, errors.ConditionError, "needs inplace=True"),
+        ({"inplace": True, "functional": 3}, errors.ConditionError, "expects a function"),
+        ({"inplace": True, "functional": lambda x: x}, errors.SignatureError, "functional form"),
+        ({"inplace": True, "functional": lambda y: y}, errors.SignatureError, "functional form"),
+    ],
+)
+def test_a_functional_form_that_does_not_fit_is_refused(declare, options, error, words):
+    with pytest.raises(error, match=words):
+        declare(allow_inplace=True).register_impl("p", **options)(plain)
