@@ -82,12 +82,13 @@ def contestants(point: Point, options: argparse.Namespace) -> Iterator[tuple[str
     import torch.nn.functional as F
 
     import irframework as ir
+    from irframework.dispatch import why_never
 
     op = getattr(ir.ops, point.op)
     sample = arguments_of(Point(point.op, 1, point.columns), options.device)
     for name in OURS:
         impl = op.impls.get(name)
-        if impl is not None and impl.supported and impl.accepts(sample) is True:
+        if impl is not None and why_never(impl, options.device) is None and impl.accepts(sample) is True:
             yield name, impl.fn
     if not options.no_inductor:
         torch._dynamo.reset()  # each shape is compiled anew: no limit on how many
@@ -167,6 +168,7 @@ def measure_host(options: argparse.Namespace, found: dict[str, Any], clock: Any)
     """Host time of a call through irframework, and of the provider's function called directly."""
     import irframework as ir
     from irframework.cli.benchmarking import Timing, host_times
+    from irframework.dispatch import why_never
 
     for name in options.ops:
         op = getattr(ir.ops, name)
@@ -174,7 +176,7 @@ def measure_host(options: argparse.Namespace, found: dict[str, Any], clock: Any)
         form = op.maybe_inplace if op.allow_inplace else op
         for provider in OURS:
             impl = op.impls.get(provider)
-            if impl is None or not impl.supported or impl.accepts(arguments) is not True:
+            if impl is None or why_never(impl, options.device) or impl.accepts(arguments) is not True:
                 continue
             try:
                 with ir.priority({name: [provider]}):

@@ -97,10 +97,13 @@ class GraphClock:
     def __init__(self, device: str = "cuda") -> None:
         self.device = torch.device(device)
         self.cache: int = torch.cuda.get_device_properties(self.device).L2_cache_size
-        self._stream = torch.cuda.Stream(self.device)
         self._other_memory = torch.ones(max(4 * self.cache, 256 << 20) // 4, device=self.device)
         self._sum = torch.zeros((), device=self.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._broken_off: list[Any] = []  # the allocator may go on asking a graph whose capture failed
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         # A graph that stays alive keeps the pool's memory from one measurement to the next.
         self._kept_alive = self._capture(lambda: torch.cuda._sleep(0))
 
@@ -115,7 +118,11 @@ class GraphClock:
             for arguments in (*sets[:1], *sets[:3]):  # compiles, tunes, loads
                 call(*arguments)
             self._stream.synchronize()
-            captured = self._capture(lambda: [call(*arguments) for arguments in sets])
+            try:
+                captured = self._capture(lambda: [call(*arguments) for arguments in sets])
+            except Exception:
+                self._begin()
+                raise
             return Timing.of([took / len(sets) for took in self._replays(captured[0], rounds, cold)])
 
     def empty_kernel(self, calls: int = 64, rounds: int = 15, cold: bool = True) -> Timing:
@@ -151,6 +158,7 @@ class GraphClock:
             try:
                 results = run()
             except BaseException:
+                self._broken_off.append(graph)
                 with suppress(RuntimeError):  # it would say only that the capture was broken off
                     graph.capture_end()
                 raise

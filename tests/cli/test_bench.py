@@ -120,6 +120,20 @@ def test_bytes_of_an_expanded_tensor_count_once() -> None:
     assert benchmarking.moved_bytes(([x, x],), ()) == 2 * 4 * 8 * 4
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_call_that_no_graph_can_hold_does_not_spoil_the_next() -> None:
+    clock = benchmarking.GraphClock("cuda")
+    sets = [(torch.ones(1 << 22, device="cuda"),) for _ in range(4)]
+    with pytest.raises(RuntimeError):
+        clock.time(lambda x: x.sum().item(), sets, rounds=3)
+    doubled = clock.time(lambda x: x * 2, sets, rounds=5)
+    empty = clock.empty_kernel(rounds=5)
+    assert 0 < empty.median < doubled.median
+    share = 2 * sets[0][0].numel() * 4 / doubled.median / benchmarking.copy_bandwidth("cuda", clock)
+    assert 0.3 < share < 2  # a unit that is wrong would be off by a thousand
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra 'plot'")
 def test_the_plot_is_a_picture(op: ir.IrOp, tmp_path: Path) -> None:
     file = tmp_path / "bench.png"
