@@ -73,6 +73,22 @@ def test_every_implementation_is_one_visible_launch_that_writes_its_results_only
     assert alone == ["query_out"]
 
 
+def test_what_quantises_is_one_visible_launch_that_writes_its_results_only(kernels, tracer):
+    x, residual, weight, scale = tracer.rows(8, 4096), tracer.rows(8, 4096), tracer.fixed(4096), tracer.fixed(1)
+    scale = scale.float()
+    assert tracer.written(kernels.static_quant_fp8, x, scale) == ["y"]
+    assert tracer.written(kernels.silu_and_mul_static_quant_fp8, x, scale) == ["y"]
+    assert tracer.written(lambda x, w, s: kernels.rms_norm_static_quant_fp8(x, w, s, 1e-6), x, weight, scale) == ["y"]
+    assert tracer.written(kernels.dynamic_quant_fp8, x) == ["y", "code_scale"]
+    assert tracer.written(kernels.silu_and_mul_dynamic_quant_fp8, x) == ["y", "code_scale"]
+    dynamic = tracer.written(lambda x, w: kernels.rms_norm_dynamic_quant_fp8(x, w, 1e-6), x, weight)
+    assert dynamic == ["y", "code_scale"]
+    function = kernels.fused_add_rms_norm_static_quant_fp8
+    assert tracer.written(lambda *a: function(*a, 1e-6), x, residual, weight, scale) == ["y", "residual"]
+    function = kernels.fused_add_rms_norm_dynamic_quant_fp8
+    assert tracer.written(lambda *a: function(*a, 1e-6), x, residual, weight) == ["y", "residual", "code_scale"]
+
+
 def test_the_in_place_op_writes_its_activations(kernels, tracer):
     kernels._launch()
     x, weight = tracer.rows(8, 4096), tracer.fixed(4096)

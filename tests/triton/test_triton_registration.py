@@ -46,7 +46,12 @@ def test_the_plugin_loads():
 def test_every_standard_op_has_a_batch_invariant_implementation_for_gpus(impl, name):
     assert impl(name).device_types == ("cuda", "xpu")
     assert impl(name).batch_invariant
-    assert not impl(name).inplace
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_adds_a_residual_works_in_place_and_functionally(impl, name):
+    assert impl(name).inplace == name.startswith("fused_add")
+    assert (impl(name).functional is not None) == name.startswith("fused_add")
 
 
 def test_triton_is_not_imported_before_a_kernel_is_needed():
@@ -123,6 +128,28 @@ def test_a_residual_unlike_x_is_refused_with_the_reason(impl, x_residual, why):
 )
 def test_gating_something_else_is_refused_with_the_reason(impl, x, why):
     assert why in reason(impl("silu_and_mul").supports_args(x))
+
+
+@pytest.mark.parametrize(
+    ("scale", "why"), [(torch.ones(2), "scale has shape (2,)"), (torch.ones(1).double(), "scale is float64")]
+)
+def test_codes_under_something_else_than_one_number_are_refused_with_the_reason(impl, scale, why):
+    calls = {
+        "static_quant_fp8": (X, scale),
+        "silu_and_mul_static_quant_fp8": (X, scale),
+        "rms_norm_static_quant_fp8": (X, W, scale, 1e-6),
+        "fused_add_rms_norm_static_quant_fp8": (X, X, W, scale, 1e-6),
+    }
+    for name, arguments in calls.items():
+        assert why in reason(impl(name).supports_args(*arguments))
+
+
+@pytest.mark.parametrize(("x", "why"), [(X.double(), "x is float64"), (torch.ones(8, 2).t(), "stride 1")])
+def test_quantising_something_else_is_refused_with_the_reason(impl, x, why):
+    assert why in reason(impl("dynamic_quant_fp8").supports_args(x))
+    assert why in reason(impl("static_quant_fp8").supports_args(x, torch.ones(1)))
+    assert why in reason(impl("rms_norm_dynamic_quant_fp8").supports_args(x, None, 1e-6))
+    assert why in reason(impl("fused_add_rms_norm_dynamic_quant_fp8").supports_args(x, x, None, 1e-6))
 
 
 def test_an_unknown_approximation_is_refused_with_the_reason(impl):

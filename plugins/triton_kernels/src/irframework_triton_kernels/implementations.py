@@ -104,31 +104,51 @@ def rms_norm_dynamic_quant_fp8(x: Tensor, weight: Tensor | None, epsilon: float)
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `irframework.ops.fused_add_rms_norm`.
-
-    Writes to new memory, also when its inputs are given away: that moves as many bytes as overwriting them, and
-    needs no copy when they are not.
-    """
+    """See `irframework.ops.fused_add_rms_norm`."""
     pair: tuple[Tensor, Tensor] = _launch().fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size)
     return pair
+
+
+def fused_add_rms_norm_inplace(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm`; overwrites x with the norm and x_residual with the sum."""
+    _launch().fused_add_rms_norm_inplace(x, x_residual, weight, epsilon, variance_size)
+    return x, x_residual
 
 
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`. Writes to new memory, as `fused_add_rms_norm`."""
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`."""
     pair: tuple[Tensor, Tensor] = _launch().fused_add_rms_norm_static_quant_fp8(x, x_residual, weight, scale, epsilon)
     return pair
+
+
+def fused_add_rms_norm_static_quant_fp8_inplace(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`; overwrites x_residual with the sum."""
+    q = _launch().fused_add_rms_norm_static_quant_fp8_inplace(x, x_residual, weight, scale, epsilon)
+    return q, x_residual
 
 
 def fused_add_rms_norm_dynamic_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`. Writes to new memory, as `fused_add_rms_norm`."""
+    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`."""
     outputs: tuple[Tensor, Tensor, Tensor] = _launch().fused_add_rms_norm_dynamic_quant_fp8(
         x, x_residual, weight, epsilon
     )
     return outputs
+
+
+def fused_add_rms_norm_dynamic_quant_fp8_inplace(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`; overwrites x_residual with the sum."""
+    q, scales = _launch().fused_add_rms_norm_dynamic_quant_fp8_inplace(x, x_residual, weight, epsilon)
+    return q, scales, x_residual
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -190,11 +210,17 @@ def rotary_embedding(
 def register(provider: str) -> None:
     """Registers every implementation under `provider`. A row's result never depends on the other rows (`tiles`)."""
 
-    def add(fn: Callable[..., Any], conditions: Supports) -> None:
+    def add(fn: Callable[..., Any], conditions: Supports, inplace: Callable[..., Any] | None = None) -> None:
         op: ir.IrOp = getattr(ir.ops, fn.__name__)
         op.register_impl(
-            provider, supported=triton_runs, supports_args=conditions, device_types=DEVICES, batch_invariant=True
-        )(fn)
+            provider,
+            supported=triton_runs,
+            supports_args=conditions,
+            inplace=inplace is not None,
+            functional=fn if inplace else None,
+            device_types=DEVICES,
+            batch_invariant=True,
+        )(inplace or fn)
 
     norm: dict[str, Any] = {"row_contiguous": ("x", "weight"), "last_dim_of": {"weight": "x"}}
     add_norm: dict[str, Any] = {
@@ -207,9 +233,17 @@ def register(provider: str) -> None:
     add(rms_norm, ir.supports(dtype=values, **norm) & norm_fits)
     add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **norm, **ONE_SCALE))
     add(rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **norm))
-    add(fused_add_rms_norm, ir.supports(dtype=values, **add_norm) & add_norm_fits)
-    add(fused_add_rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **add_norm, **ONE_SCALE))
-    add(fused_add_rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **add_norm))
+    add(fused_add_rms_norm, ir.supports(dtype=values, **add_norm) & add_norm_fits, fused_add_rms_norm_inplace)
+    add(
+        fused_add_rms_norm_static_quant_fp8,
+        ir.supports(dtype=values | SCALE, **add_norm, **ONE_SCALE),
+        fused_add_rms_norm_static_quant_fp8_inplace,
+    )
+    add(
+        fused_add_rms_norm_dynamic_quant_fp8,
+        ir.supports(dtype=values, **add_norm),
+        fused_add_rms_norm_dynamic_quant_fp8_inplace,
+    )
     add(silu_and_mul, ir.supports(dtype=FLOATS, **GATED))
     add(silu_and_mul_static_quant_fp8, ir.supports(dtype={"x": FLOATS} | SCALE, **GATED, **ONE_SCALE))
     add(silu_and_mul_dynamic_quant_fp8, ir.supports(dtype=FLOATS, **GATED))
