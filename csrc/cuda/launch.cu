@@ -2,6 +2,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "device.cuh"
 #include "launch.cuh"
 
 namespace irframework_vllm_c::cuda {
@@ -68,3 +69,35 @@ void run_elements(const char* op, Type type, Map map, const ElementArgs& args, c
 }
 
 }  // namespace irframework_vllm_c::cuda
+
+// ---- for the plugin and for benchmarks, through ctypes ------------------------------------------------------------------
+
+namespace cuda = irframework_vllm_c::cuda;
+
+#define IRF_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The CUDA versions of this library and of the driver, as 1000 * major + 10 * minor; a driver's 0 means that there is none.
+IRF_EXPORT void irframework_vllm_c_cuda_versions(int* runtime, int* driver) {
+  *runtime = CUDART_VERSION;
+  if (cudaDriverGetVersion(driver) != cudaSuccess) *driver = 0;
+}
+
+namespace {
+
+struct Nothing {
+  int unused;
+};
+__global__ void nothing(Nothing) { cuda::enter(); }
+
+}  // namespace
+
+// Launches a kernel that does nothing: what a launch costs. Returns 0, or 1 where CUDA refused.
+IRF_EXPORT int irframework_vllm_c_launch_nothing(int device, void* stream, int overlap) {
+  try {
+    cuda::launch("nothing", nothing, dim3(1), dim3(32), cuda::Plan{32, 0, 1, 1, 0, 0, overlap}, Nothing{0},
+                 cuda::Place{device, stream});
+  } catch (const std::exception&) {
+    return 1;
+  }
+  return 0;
+}

@@ -44,16 +44,19 @@ Plan default_rows(int64_t rows, int64_t chunks, bool aligned, const DeviceFacts&
     plan.threads = 32;
   } else if (chunks <= 1024) {  // two vectors for each thread: for 8192 elements of 2 bytes, 512 threads
     plan.threads = up_to_warps((chunks + 1) / 2);
-  } else if (chunks <= 4096) {
+  } else if (chunks <= kMaxHeldThreads * 4) {
     plan.vectors = 4;
     plan.threads = up_to_warps((chunks + 3) / 4);
   } else {
     plan.vectors = 4;
-    plan.threads = 1024;
-    if (facts.capability >= 90) {
-      while (plan.cluster < kMaxCluster && int64_t{plan.cluster} * 4096 < chunks) plan.cluster *= 2;
+    plan.threads = kMaxHeldThreads;
+    while (facts.capability >= 90 && plan.cluster < kMaxCluster && plan.cluster * kMaxHeldThreads * 4 < chunks) {
+      plan.cluster *= 2;
     }
-    if (int64_t{plan.cluster} * 4096 < chunks) plan.vectors = 0;
+    if (plan.cluster * kMaxHeldThreads * 4 < chunks) {
+      plan.vectors = 0;
+      plan.threads = kMaxThreads;
+    }
   }
   if (!aligned) plan.vectors = 0;
   if (plan.threads < 128) {  // several rows in a block, but not so many that multiprocessors stay idle
@@ -72,14 +75,14 @@ bool can_run_rows(const Plan& plan, const RowOp& what, int64_t chunks, bool alig
   const int all = plan.threads * plan.rows_per_block;
   const bool whole = plan.threads >= 32 ? plan.threads % 32 == 0
                                         : plan.threads >= 4 && (plan.threads & (plan.threads - 1)) == 0;
-  if (!whole || plan.rows_per_block < 1 || all % 32 != 0 || all > 1024) return false;
+  if (!whole || plan.rows_per_block < 1 || all % 32 != 0 || all > kMaxThreads) return false;
   if (plan.cluster < 1 || plan.cluster > kMaxCluster || (plan.cluster & (plan.cluster - 1)) != 0) return false;
   // A cluster hands its numbers on behind the barrier of a block with one row of more than a warp.
   if (plan.cluster > 1 && (facts.capability < 90 || plan.rows_per_block > 1 || plan.threads <= 32)) return false;
   if (plan.vectors == 0) return plan.ahead == 0;
   if (!aligned || (plan.vectors != 1 && plan.vectors != 2 && plan.vectors != 4)) return false;
   if (plan.ahead != 0 && (what.quant == Quant::per_row || plan.blocks_per_sm == 0)) return false;
-  if ((plan.vectors <= 2 || plan.ahead != 0) && all > 512) return false;
+  if (all > kMaxHeldThreads) return false;
   return int64_t{plan.threads} * plan.vectors * plan.cluster >= chunks;
 }
 

@@ -25,6 +25,8 @@ struct Plan {
 };
 
 constexpr int kMaxCluster = 8;
+constexpr int kMaxHeldThreads = 512;  // of a block that holds its rows
+constexpr int kMaxThreads = 1024;     // of any other
 
 // How rows of `chunks` vectors are computed. `aligned`: all rows can be read and written as vectors. Threads, vectors and
 // cluster decide the order of a sum; they depend on the row's length alone, so a row's result depends on the row alone.

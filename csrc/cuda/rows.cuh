@@ -219,8 +219,13 @@ struct Held {
   }
 };
 
-// Bounds that leave a thread 42 registers for two vectors, and 64 for four: so enough threads fit on a multiprocessor for
-// some 48 to 64 KiB on their way to it.
+// Bounds that leave a thread the registers it needs (42, 64 or 128), and let enough threads be on a multiprocessor to have
+// 48 KiB or more on their way to it.
+constexpr int least_blocks(Source source, int vectors, bool ahead) {
+  const int needed = vectors * (ahead || source != Source::plain ? 2 : 1);
+  return needed <= 2 ? 3 : needed <= 4 ? 2 : 1;
+}
+
 template <int V>
 __device__ __forceinline__ void load_weight(uint4 (&weight)[V], const void* from, int begin, int step, int chunks) {
 #pragma unroll
@@ -230,11 +235,8 @@ __device__ __forceinline__ void load_weight(uint4 (&weight)[V], const void* from
   }
 }
 
-constexpr int max_threads(int vectors, bool ahead) { return vectors > 2 && !ahead ? 1024 : 512; }
-constexpr int least_blocks(int vectors, bool ahead) { return vectors > 2 ? 1 : ahead ? 2 : 3; }
-
 template <typename T, Source kSource, bool kNorm, Quant kQuant, bool kOwnWeight, int V, bool kAhead>
-__global__ void __launch_bounds__(max_threads(V, kAhead), least_blocks(V, kAhead))
+__global__ void __launch_bounds__(kMaxHeldThreads, least_blocks(kSource, V, kAhead))
     held_rows(const __grid_constant__ RowArgs a) {
   constexpr int E = kElements<T>;
   __shared__ Exchange exchange;
@@ -411,7 +413,7 @@ __global__ void __launch_bounds__(1024) read_again(const __grid_constant__ RowAr
     }
     if constexpr (kQuant == Quant::per_row) {
       const float row_scale = scale_of_row(together.reduce<Largest>(most));
-      if (cols > 0 && begin == 0) a.row_scales[row] = row_scale;
+      if (row < rows && begin == 0) a.row_scales[row] = row_scale;
       reciprocal = __fdiv_rn(1.0f, row_scale);
       for (int64_t i = begin; i < cols; i += step) {
         uint4 y = read(i);

@@ -1,4 +1,4 @@
-"""The plugin `vllm_c` of irframework: C++ kernels for the standard ops.
+"""The plugin `vllm_c` of irframework: C++ and CUDA kernels for the standard ops.
 
 Owns the plugin's hooks. The kernels are loaded by `library`, registered by `implementations`.
 """
@@ -24,5 +24,5 @@ def irframework_register_impls() -> None:
 
 @ir.hookimpl
 def irframework_default_priorities(platform: ir.Platform, mode: str) -> Mapping[str, Iterable[str]] | None:
-    """Puts the kernels first on the CPU, in both modes; other platforms have no kernels of ours yet."""
-    return {"*": (PROVIDER,)} if platform.name == "cpu" else None
+    """Puts the kernels first on CPUs and CUDA devices, in both modes; other platforms have none of ours."""
+    return {"*": (PROVIDER,)} if platform.name in ("cpu", "cuda") else None

@@ -13,7 +13,13 @@ from torch.library import Library
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_vllm_c.library import NAMESPACE, KernelsNotLoadedError, instruction_set, load_cpu_kernels
+from irframework_vllm_c.library import (
+    NAMESPACE,
+    KernelsNotLoadedError,
+    instruction_set,
+    load_cpu_kernels,
+    load_cuda_kernels,
+)
 
 # The namespace exists before the library is loaded; looking it up once saves 0.1 us a call.
 KERNELS = torch.ops.irframework_vllm_c
@@ -40,6 +46,16 @@ def kernels_load() -> bool | ir.Rejected:
         load_cpu_kernels()
         instruction_set()
     except (KernelsNotLoadedError, ValueError) as error:
+        return ir.reject(str(error))
+    out_variants()
+    return True
+
+
+def cuda_kernels_load() -> bool | ir.Rejected:
+    """Whether the CUDA kernels load here; the reason when they do not."""
+    try:
+        load_cuda_kernels()
+    except KernelsNotLoadedError as error:
         return ir.reject(str(error))
     out_variants()
     return True
@@ -72,6 +88,14 @@ def fused_add_rms_norm(
     return x, x_residual
 
 
+def fused_add_rms_norm_functional(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm`; overwrites nothing."""
+    pair: tuple[Tensor, Tensor] = KERNELS.fused_add_rms_norm_functional.default(x, x_residual, weight, epsilon)
+    return pair
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `irframework.ops.silu_and_mul`."""
     y: Tensor = KERNELS.silu_and_mul.default(x)
@@ -92,7 +116,11 @@ def rotary_embedding(
     head_size: int,
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See `irframework.ops.rotary_embedding`. A position outside the cache is a RuntimeError."""
+    """See `irframework.ops.rotary_embedding`.
+
+    A position outside the cache is a RuntimeError on the CPU; on a GPU, where reading positions would wait for the
+    device, it makes that token NaN.
+    """
     if key is None:
         rotated = KERNELS.rotary_embedding_query.default(positions, query, cos_sin_cache, head_size, is_neox)
         return rotated, query.new_empty(0)
@@ -142,6 +170,24 @@ def fused_add_rms_norm_dynamic_quant_fp8(
     return q, scale, x_residual
 
 
+def fused_add_rms_norm_static_quant_fp8_functional(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`; overwrites nothing."""
+    return fused_add_rms_norm_static_quant_fp8(x, _own(x_residual), weight, scale, epsilon)
+
+
+def fused_add_rms_norm_dynamic_quant_fp8_functional(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`; overwrites nothing."""
+    return fused_add_rms_norm_dynamic_quant_fp8(x, _own(x_residual), weight, epsilon)
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """See `irframework.ops.silu_and_mul_static_quant_fp8`."""
     q: Tensor = KERNELS.silu_and_mul_static_quant_fp8.default(x, scale)
@@ -157,13 +203,16 @@ def silu_and_mul_dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 def register(provider: str) -> None:
     """Registers every implementation under `provider`."""
 
-    def add(name: str, fn: Callable[..., Any], conditions: Supports, *, inplace: bool = False) -> None:
+    def add(
+        name: str, fn: Callable[..., Any], conditions: Supports, *, functional: Callable[..., Any] | None = None
+    ) -> None:
+        """`functional`: what the in-place function `fn` is where nothing may be overwritten."""
         registered = getattr(ir.ops, name).register_impl(
             provider,
-            supported=kernels_load,
+            supported={"cpu": kernels_load, "cuda": cuda_kernels_load},
             supports_args=conditions,
-            inplace=inplace,
-            device_types=("cpu",),
+            inplace=functional is not None,
+            functional=functional,
             batch_invariant=True,
         )
         registered(fn)
@@ -187,14 +236,19 @@ def register(provider: str) -> None:
     add("rms_norm", rms_norm, norm & whole_rows & rows)
     add("rms_norm_static_quant_fp8", rms_norm_static_quant_fp8, norm_with_scale & rows)
     add("rms_norm_dynamic_quant_fp8", rms_norm_dynamic_quant_fp8, norm & rows)
-    add("fused_add_rms_norm", fused_add_rms_norm, norm & whole_rows & pair, inplace=True)
+    add("fused_add_rms_norm", fused_add_rms_norm, norm & whole_rows & pair, functional=fused_add_rms_norm_functional)
     add(
         "fused_add_rms_norm_static_quant_fp8",
         fused_add_rms_norm_static_quant_fp8,
         norm_with_scale & pair,
-        inplace=True,
+        functional=fused_add_rms_norm_static_quant_fp8_functional,
     )
-    add("fused_add_rms_norm_dynamic_quant_fp8", fused_add_rms_norm_dynamic_quant_fp8, norm & pair, inplace=True)
+    add(
+        "fused_add_rms_norm_dynamic_quant_fp8",
+        fused_add_rms_norm_dynamic_quant_fp8,
+        norm & pair,
+        functional=fused_add_rms_norm_dynamic_quant_fp8_functional,
+    )
     add("static_quant_fp8", static_quant_fp8, with_scale & rows)
     add("dynamic_quant_fp8", dynamic_quant_fp8, ir.supports(dtype=FLOATS) & rows)
     add("silu_and_mul", silu_and_mul, gated)

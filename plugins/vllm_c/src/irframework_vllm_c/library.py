@@ -7,7 +7,8 @@ import ctypes
 import functools
 import importlib.util
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +46,106 @@ def load_cpu_kernels() -> str:
         ) from error
     _register_fakes()
     return spec.origin
+
+
+@functools.cache
+def load_cuda_kernels() -> str:
+    """Loads `_C_cuda.so` once, so that the ops of `torch.ops.irframework_vllm_c` run on CUDA devices, too.
+
+    Asks for the visible devices; no CUDA context is made for it.
+
+    Returns:
+        The path of the library.
+
+    Raises:
+        KernelsNotLoadedError: it was not built, does not fit this torch or driver, or holds no code for a visible
+            device; the message says which, and what to do.
+    """
+    load_cpu_kernels()  # it declares the ops
+    spec = importlib.util.find_spec(f"{__package__}._C_cuda")
+    if spec is None or spec.origin is None:
+        raise KernelsNotLoadedError(
+            f"{__package__} was built without CUDA kernels: install a wheel that holds _C_cuda.so, or build from "
+            "source where nvcc is, with IRFRAMEWORK_CUDA=ON and `pip install --no-build-isolation -e plugins/vllm_c`"
+        )
+    if torch.version.cuda is None:
+        raise KernelsNotLoadedError(f"the CUDA kernels need a CUDA build of torch; torch {torch.__version__} is none")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        why = f": {said[-1].message}" if said else ""
+        raise KernelsNotLoadedError(f"no CUDA device can be used here{why}")
+    try:
+        torch.ops.load_library(spec.origin)
+    except OSError as error:
+        raise KernelsNotLoadedError(
+            f"{spec.origin} does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): "
+            f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this environment"
+        ) from error
+    _check_driver(*_cuda_versions(spec.origin))
+    _check_devices(
+        cuda_architectures(spec.origin),
+        [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())],
+    )
+    return spec.origin
+
+
+def _cuda_versions(path: str) -> tuple[int, int]:
+    runtime, driver = ctypes.c_int(), ctypes.c_int()
+    ctypes.CDLL(path).irframework_vllm_c_cuda_versions(ctypes.byref(runtime), ctypes.byref(driver))
+    return runtime.value, driver.value
+
+
+def _check_driver(runtime: int, driver: int) -> None:
+    """Within one major version any driver will do; versions are `1000 * major + 10 * minor`."""
+    if driver // 1000 < runtime // 1000:
+        raise KernelsNotLoadedError(
+            f"the CUDA kernels were built with CUDA {runtime // 1000}.{runtime % 1000 // 10}, the driver here knows "
+            f"CUDA {driver // 1000}.{driver % 1000 // 10} at most: update the driver, or build with an older nvcc"
+        )
+
+
+def cuda_architectures(path: str) -> tuple[int, ...]:
+    """The architectures that a CUDA library holds code for, e.g. (80, 90, 100); for the last PTX, too."""
+    read = ctypes.CDLL(path).irframework_vllm_c_cuda_architectures
+    read.restype = ctypes.c_char_p
+    return tuple(int(name) for name in read().decode().split(","))
+
+
+def _check_devices(architectures: Sequence[int], capabilities: Sequence[tuple[int, int]]) -> None:
+    """Native code runs on its own major version from its minor on; PTX on every later device."""
+    for index, (major, minor) in enumerate(capabilities):
+        here = 10 * major + minor
+        native = any(each // 10 == major and each <= here for each in architectures)
+        if not native and here < architectures[-1]:
+            raise KernelsNotLoadedError(
+                f"cuda:{index} has compute capability {major}.{minor}; the CUDA kernels were built for "
+                f"{', '.join(f'{each // 10}.{each % 10}' for each in architectures)}: rebuild the plugin with "
+                f"IRFRAMEWORK_CUDA_ARCHITECTURES={here}, or hide that device with CUDA_VISIBLE_DEVICES"
+            )
+
+
+def use_cuda_plan(
+    *,
+    threads: int = -1,
+    vectors: int = -1,
+    rows_per_block: int = -1,
+    cluster: int = -1,
+    blocks_per_sm: int = -1,
+    ahead: int = -1,
+    overlap: int = -1,
+) -> None:
+    """Changes how this process's CUDA kernels are launched; -1 is their own choice. Meant for tests and benchmarks.
+
+    A choice that a kernel has no instance for is not followed. Sums may be added up in another order. The numbers are
+    explained in csrc/cuda/plan.h.
+
+    Raises:
+        KernelsNotLoadedError: see `load_cuda_kernels`.
+    """
+    change = ctypes.CDLL(load_cuda_kernels()).irframework_vllm_c_use_plan
+    change(threads, vectors, rows_per_block, cluster, blocks_per_sm, ahead, overlap)
 
 
 def instruction_set() -> str:
