@@ -2,7 +2,7 @@
 
 Knows nothing of irframework.
 
-Private torch API used here (read in 2.13): `_schema` of an `OpOverload`.
+Private torch API used here (read in 2.11 and 2.13): `_schema` of an `OpOverload`.
 """
 
 import functools
