@@ -35,23 +35,20 @@ IRF_INLINE bool gate_to_tensor(const GateArgs& a, const T* x, T* out) {
   return false;
 }
 
+// Through `scratch` with a fixed scale too: gate and codes in one loop need more registers than there are.
 template <Gate kGate, typename T>
 IRF_INLINE bool gate_to_codes(const GateArgs& a, const T* x, uint8_t* codes, int64_t row, T* scratch) {
+  float scale;
   if (a.quantisation == Quantisation::dynamic) {
     MeasuringSink<T> sink{scratch, {U{}}};
     gate_row<kGate>(x, sink, a.cols);
-    a.scales[row] = scale_of(sink.largest.value());
-    return quantise_row((const T*)scratch, codes, 1.0f / a.scales[row], a.cols, a.stream);
-  }
-  const float inverse = 1.0f / *a.scale;
-  if (a.stream && may_stream(codes, a.cols)) {
-    CodeSink<true, T> sink{codes, inverse};
+    scale = a.scales[row] = scale_of(sink.largest.value());
+  } else {
+    TensorSink<false, T> sink{scratch};
     gate_row<kGate>(x, sink, a.cols);
-    return true;
+    scale = *a.scale;
   }
-  CodeSink<false, T> sink{codes, inverse};
-  gate_row<kGate>(x, sink, a.cols);
-  return false;
+  return quantise_row((const T*)scratch, codes, 1.0f / scale, a.cols, a.stream);
 }
 
 template <Gate kGate, typename T>

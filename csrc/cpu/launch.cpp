@@ -64,7 +64,7 @@ void run(const char*, const Device&, GateArgs& args, int64_t rows) {
   const int64_t row_bytes = args.cols * bytes_of(args.type);
   args.stream = is_large(rows, args.cols, args.type, args.quantisation);
   run_threads(active_kernels().gated, args, rows, 2 * row_bytes + (coded ? args.cols : row_bytes),
-              args.quantisation == Quantisation::dynamic ? row_bytes : 0);
+              coded ? row_bytes : 0);
 }
 
 void run(const char*, const Device&, QuantArgs& args, int64_t rows) {

@@ -34,14 +34,16 @@ static float sum_of_squares(const T* x, const T* residual, T* sum_row, int64_t c
 
 struct NoWeight {};
 
-// Native rounds the normalised value to the weight's type, multiplies in that type, and rounds to the type of x.
+// Native rounds the normalised value to the weight's type, multiplies in that type, and rounds to the type of x. The last
+// rounding is left to the sink, and so is the one before it where both types are the same.
 template <typename T, typename WT>
 IRF_INLINE F scaled(F v, float scale, F weight) {
   F normalised = v * scale;
   if (__is_same(WT, NoWeight)) return normalised;
   if (__is_same(WT, bf16) && !__is_same(T, bf16)) normalised = plain_nan(normalised);
   if (__is_same(T, bf16) && !__is_same(WT, bf16)) weight = plain_nan(weight);
-  return rounded<WT>(rounded<WT>(normalised) * weight);
+  const F product = rounded<WT>(normalised) * weight;
+  return __is_same(T, WT) ? product : rounded<WT>(product);
 }
 
 template <typename T, typename WT>

@@ -167,9 +167,7 @@ struct MeasuringSink {
       __builtin_memcpy(scratch + i, &u, sizeof u);
       largest.take(u);
     } else if (__is_same(T, f16)) {
-      const H halves[2] = {float_to_half(v.a), float_to_half(v.b)};
-      U u;
-      __builtin_memcpy(&u, halves, sizeof u);
+      const U u = both(float_to_half(v.a), float_to_half(v.b));
       __builtin_memcpy(scratch + i, &u, sizeof u);
       largest.take(u);
     } else {

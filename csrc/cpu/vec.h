@@ -92,6 +92,20 @@ IRF_INLINE H narrow(U u) {
 #endif
 }
 
+// Two vectors of 16-bit numbers, one after the other. An array of the two, read as one, would wait for its own stores.
+IRF_INLINE U both(H a, H b) {
+#if IRF_WIDTH == 16
+  return (U)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)a), (__m256i)b, 1);
+#elif IRF_WIDTH == 8
+  return (U)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)a), (__m128i)b, 1);
+#else
+  U u;
+  const H halves[2] = {a, b};
+  __builtin_memcpy(&u, halves, sizeof u);
+  return u;
+#endif
+}
+
 // v with its bits rounded so that the upper 16 are the nearest bfloat16; the lower 16 are left over. The rounding bias
 // would carry a NaN with all bits set into a zero, but none gets here: a NaN comes out of a bfloat16 input, or is the
 // processor's own, and then its low bits are zero; inputs of other types pass through plain_nan() on their way here.
@@ -250,10 +264,7 @@ IRF_INLINE void stream_bits(void* p, U u) {
 IRF_INLINE void stream_two(float* p, Two v) { stream_bits(p, bits_of(v.a)), stream_bits(p + W, bits_of(v.b)); }
 IRF_INLINE void stream_two(bf16* p, Two v) { stream_bits(p, joined(v)); }
 IRF_INLINE void stream_two(f16* p, Two v) {
-  const H halves[2] = {float_to_half(v.a), float_to_half(v.b)};
-  U u;
-  __builtin_memcpy(&u, halves, sizeof u);
-  stream_bits(p, u);
+  stream_bits(p, both(float_to_half(v.a), float_to_half(v.b)));
 }
 IRF_INLINE void finish_stream() { _mm_sfence(); }
 #else

@@ -48,6 +48,17 @@ IRF_INLINE U code_of(F v) {
 typedef uint8_t Bytes __attribute__((vector_size(IRF_WIDTH)));
 typedef uint8_t TwoBytes __attribute__((vector_size(2 * IRF_WIDTH)));
 
+IRF_INLINE TwoBytes both(Bytes a, Bytes b) {
+#if IRF_WIDTH == 16
+  return (TwoBytes)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)a), (__m128i)b, 1);
+#else
+  TwoBytes t;
+  const Bytes halves[2] = {a, b};
+  __builtin_memcpy(&t, halves, sizeof t);
+  return t;
+#endif
+}
+
 // The low byte of each lane.
 IRF_INLINE Bytes bytes_of_lanes(U u) {
 #if IRF_WIDTH == 16
@@ -67,14 +78,10 @@ IRF_INLINE Bytes bytes_of_lanes(U u) {
 template <typename As>
 IRF_INLINE TwoBytes codes_of(Two v) {
   const U a = code_of(v.a), b = code_of(v.b);
+  if (!__is_same(As, bf16)) return both(bytes_of_lanes(a), bytes_of_lanes(b));
+  const H pairs = narrow(a | (b << 8));
   TwoBytes codes;
-  if (__is_same(As, bf16)) {
-    const H pairs = narrow(a | (b << 8));
-    __builtin_memcpy(&codes, &pairs, sizeof codes);
-  } else {
-    const Bytes halves[2] = {bytes_of_lanes(a), bytes_of_lanes(b)};
-    __builtin_memcpy(&codes, halves, sizeof codes);
-  }
+  __builtin_memcpy(&codes, &pairs, sizeof codes);
   return codes;
 }
 
