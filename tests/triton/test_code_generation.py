@@ -1,6 +1,6 @@
 """Every kernel becomes machine code for NVIDIA and AMD devices, with no device in this machine."""
 
-import importlib
+import importlib.util
 import re
 import subprocess
 from dataclasses import dataclass, replace
@@ -85,13 +85,19 @@ MAIN = list({(case.kernel, case.constants.get("codes")): case for case in revers
 EARLY = [replace(case, constants=case.constants | {"early": True, "resident": 1}) for case in (CASES[4], CASES[9])]
 
 
-def compiled(case: Case, target: str, element: str = "bf16", number: str = "i32", aligned: bool = False):
+def kernel_of(case: Case) -> Any:
+    module = importlib.import_module(f"irframework_triton_kernels.kernels.{MODULES[case.kernel]}")
+    return getattr(module, case.kernel)
+
+
+def compiled(
+    case: Case, target: str, element: str = "bf16", number: str = "i32", aligned: bool = False, kernel: Any = None
+):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     case = case.on(target)
-    module = importlib.import_module(f"irframework_triton_kernels.kernels.{MODULES[case.kernel]}")
-    kernel = getattr(module, case.kernel)
+    kernel = kernel or kernel_of(case)
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
     types |= {"code_scale": "*fp32", "epsilon": "fp32", "positions": "*i64"}
     if case.constants.get("codes"):
@@ -211,3 +217,17 @@ def test_the_norm_sums_in_float32():
     ptx = compiled(CASES[0], "sm_90").asm["ptx"]
     assert "fma.rn.f32" in ptx
     assert not any(f"{op}.bf16" in ptx for op in ("fma.rn", "add", "sub"))  # a lone product of two is rounded once
+
+
+@pytest.mark.parametrize("case", MAIN, ids=str)
+def test_what_inductor_copies_of_a_kernel_is_all_that_it_needs(case, tmp_path):
+    """Inductor copies a kernel's source, and what that refers to, into a module of its own."""
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
+
+    text = str(user_defined_triton_kernel_transitive_closure_source_code(kernel_of(case)))
+    path = tmp_path / f"copy_of_{case.kernel}.py"
+    path.write_text("import triton\nimport triton.language as tl\n\n@triton.jit\n" + text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert compiled(case, "sm_90", kernel=getattr(copy, case.kernel)).asm["cubin"]

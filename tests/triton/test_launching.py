@@ -1,0 +1,163 @@
+"""How kernels are launched: which compiled kernel, of how many programs. A recorder stands in for the device."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+
+class Device:
+    """Triton's driver of an H100 without one: kernels are compiled, and launches of them noted."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.launches: list[tuple[int, int, bool]] = []  # programs, which machine code, whether it may start early
+        self.codes: dict[bytes, int] = {}
+        self.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        properties = {"max_shared_mem": 232448, "multiprocessor_count": 3}
+        self.utils = SimpleNamespace(load_binary=self.load, get_device_properties=lambda device: properties)
+        self.launcher_cls = self.launcher
+
+    def load(self, name: str, code: bytes, *more: object) -> tuple[int, int, int, int, int]:
+        return 0, self.codes.setdefault(code, len(self.codes)), 32, 0, 1024
+
+    def launcher(self, source: object, metadata: SimpleNamespace):
+        def launch(x: int, y: int, z: int, stream: int, function: int, *more: object) -> None:
+            self.launches.append((x, function, metadata.launch_pdl))
+
+        return launch
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    from irframework_triton_kernels.launch import call
+
+    device = Device()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", device)
+    monkeypatch.setattr(call, "_compiled", {})
+    for cached in (call.abilities, call.multiprocessors):
+        cached.cache_clear()
+    yield device
+    for cached in (call.abilities, call.multiprocessors):
+        cached.cache_clear()
+    from irframework_triton_kernels.kernels import gated, norms
+
+    for kernel in (norms.rms_norm_kernel, norms.add_rms_norm_kernel, gated.gated_kernel, gated.gated_rows_kernel):
+        kernel.device_caches.clear()
+
+
+@pytest.fixture
+def launch():
+    from irframework_triton_kernels import launch
+
+    return launch
+
+
+def rows(count: int, hidden: int, dtype: torch.dtype = torch.bfloat16, start: int = 0, gap: int = 0) -> torch.Tensor:
+    memory = torch.zeros(count * (hidden + gap) + start, dtype=dtype)
+    return memory[start:].view(count, hidden + gap)[:, :hidden]
+
+
+KINDS = {
+    "usual": rows(4, 128),
+    "wider": rows(4, 136),
+    "odd": rows(4, 127),
+    "one": rows(4, 1),
+    "float32": rows(4, 128, torch.float32),
+    "elsewhere": rows(4, 128, start=1),
+    "odd stride": rows(4, 128, gap=1),
+    "more rows": rows(400, 128),
+}
+
+
+def test_what_is_launched_without_triton_is_what_triton_would_launch(device, launch, monkeypatch):
+    from irframework_triton_kernels.launch import call
+
+    def launched() -> list[tuple[int, int, bool]]:
+        device.launches.clear()
+        for x in KINDS.values():
+            for weight in (None, torch.zeros(x.shape[1]), torch.zeros(x.shape[1] + 1)[1:]):
+                launch.rms_norm(x, weight, 1e-6, None)
+            launch.dynamic_quant_fp8(x)
+        return list(device.launches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, "CompiledKernel", type(None))  # so that none is kept
+        by_triton = launched()
+    assert launched() == by_triton
+    monkeypatch.setattr(call, "_by_triton", lambda *arguments: pytest.fail("asked Triton again"))
+    assert launched() == by_triton
+    assert len({code for _, code, _ in by_triton}) > 12
+
+
+def test_the_number_of_rows_and_epsilon_need_no_kernel_of_their_own(device, launch):
+    for count, epsilon in itertools.product((1, 16, 17), (1, 1.0, 1e-5)):
+        launch.rms_norm(rows(count, 128), None, epsilon, None)
+    assert {code for _, code, _ in device.launches} == {0}
+
+
+def test_what_may_start_early_is_told_so(device, launch):
+    from irframework_triton_kernels.tiles import Tile
+
+    for early in (True, False, True, False):
+        launch.rms_norm(rows(4, 128), None, 1e-6, None, Tile(1, 128, True, 4, early=early))
+    assert [early for _, _, early in device.launches] == [True, False, True, False]
+
+
+def test_programs_that_stay_are_no_more_than_there_are_tiles(device, launch):
+    from irframework_triton_kernels.tiles import Tile
+
+    for count in (4, 100):
+        launch.rms_norm(rows(count, 128), None, 1e-6, None, Tile(1, 128, True, 4, resident=2))
+    assert [programs for programs, _, _ in device.launches] == [4, 6]
+
+
+def test_nothing_is_launched_for_no_rows(device, launch):
+    launch.rms_norm(rows(0, 128), None, 1e-6, None)
+    launch.dynamic_quant_fp8(rows(3, 0))
+    launch.gated(rows(0, 8), "silu")
+    assert not device.launches
+
+
+def test_codes_are_bytes_where_the_device_does_not_convert(device, launch):
+    from irframework_triton_kernels.launch import call
+    from triton.backends.compiler import GPUTarget
+
+    assert call.code_dtype(rows(1, 8)) == torch.float8_e4m3fn
+    call.abilities.cache_clear()
+    device.get_current_target = lambda: GPUTarget("cuda", 80, 32)
+    assert call.code_dtype(rows(1, 8)) == torch.uint8
+    q, scales = launch.dynamic_quant_fp8(rows(2, 8))
+    assert (q.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+
+
+def test_a_tile_covers_a_row_with_an_element_for_every_thread():
+    """In place, several threads that held the same element would read what another has overwritten."""
+    from irframework_triton_kernels.tiles import row_tile
+
+    for length in (*range(1, 40), *range(2000, 20000, 37), 5120, 8192, 16384, 10**6):
+        tile = row_tile(length)
+        assert tile.whole == (length <= 16384)
+        assert not tile.whole or tile.block + tile.tail >= length
+        for part in (tile.block, tile.tail or tile.block):
+            assert tile.rows * part >= 64 * tile.warps
+            assert part & (part - 1) == 0
+        assert not tile.tail or tile.rows == 1
+
+
+def test_rows_that_are_no_power_of_two_are_worked_on_in_two_parts():
+    from irframework_triton_kernels.tiles import row_tile
+
+    assert [(row_tile(n).block, row_tile(n).tail) for n in (4096, 5120, 6144, 7168)] == [
+        (4096, 0),
+        (4096, 1024),
+        (4096, 2048),
+        (8192, 0),
+    ]
