@@ -119,8 +119,20 @@ def test_a_kernel_is_as_near_to_float64_as_its_op_allows(name, dtype, shape):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_codes_of_a_given_scale_are_exactly_natives(dtype):
     x = every_pattern(dtype)
-    for scale in (0.02, 1.0, 1.7e-3, 3.1e30, 5e-39, 0.0, -2.0, float("inf"), float("nan")):
+    for scale in (0.02, 1.0, 1.7e-3, 3.1e30, 5e-39, 1e-39, 0.0, -2.0, float("inf"), float("nan")):
         exact("static_quant_fp8", x, torch.tensor(scale))
+
+
+def test_codes_come_from_the_product_with_the_inverse_scale():
+    """Numbers whose quotient is half way between two codes: there the product is often on one side of it."""
+    half_way = 1 + torch.arange(1, 16, 2) / 16
+    differ = 0
+    for scale in torch.arange(3.0, 200.0, 2.0):
+        exact("static_quant_fp8", half_way * scale, scale)
+        differ += int(
+            (half_way.to(FP8).float() != native("static_quant_fp8", half_way * scale, scale)[0].float()).sum()
+        )
+    assert differ > 20
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
