@@ -1,7 +1,7 @@
 """What an implementation must keep to, and the words for each way of breaking it.
 
 Owns the rules by name, and what is said and advised about each. Lowering (`compiler/lowering.py`) holds every compiled
-implementation to them; `irframework check` (`testing/contracts.py`) asks on demand. Does not look at an implementation.
+implementation to some of them; the conformance kit (`testing/`) asks about all. Does not look at an implementation.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,41 @@ if TYPE_CHECKING:
     from irframework.op import IrOp, Tolerance
 
 
+RULES: dict[str, str] = {
+    "raises": "a call that it takes is computed: it raises nothing where native raises nothing",
+    "count": "it returns as many tensors as native, as a tuple exactly where native does",
+    "output": "each output has native's shape, dtype and device",
+    "strides": "each output is contiguous, or laid out as native's",
+    "offset": "each output begins where its storage begins",
+    "sharing": "no output lies in memory of an argument, of another output or of an earlier call",
+    "writes": "nothing is overwritten but, with inplace=True, the activations",
+    "in_place": "with inplace=True it works in place",
+    "values": "results agree with native computed in float64, within the op's tolerance",
+    "special_values": "so do results for inf, nan, denormal and large numbers, and for constant rows",
+    "fake": "tensors without data give outputs of the same shape, dtype, strides and place as real ones",
+    "predicate_guards": "supports_args does not look at the number of rows",
+    "predicate_fakes": "supports_args gives real tensors and tensors without data the same answer",
+    "predicate_raises": "supports_args answers, and raises nothing",
+    "deterministic": "the same call gives the same bits again",
+    "batch_invariant": "with batch_invariant=True a row's bits do not depend on the other rows",
+    "threads": "several threads, each on a stream of its own where there are streams, get the same bits as one",
+    "streams": "on a CUDA stream it waits for what is queued there before it, and works there",
+    "graph_capture": "a CUDA graph captures it, and gives the results for new data when it is replayed",
+    "opcheck": "torch.library.opcheck finds nothing, neither in the op with this provider nor in its own torch ops",
+    "out_overload": "the .out overloads of its own torch ops do what the ops do",
+    "compiled": "the compiler can lower it",
+    "overhead": "a call through the framework costs at most 100 us more than calling the function itself twice",
+    "ends": "the check comes to its end: no crash, no hang",
+}
+"""The promises by name, in the order in which they are shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Breach:
     """One way of breaking the contract.
 
     Attributes:
-        rule: `writes`, `count`, `output`, `strides`, `offset`, `sharing`, `in_place`, `values`, `raises`, `fake`,
-            `out_overload` or `compiled`.
+        rule: Which promise: a name in `RULES`.
         what: What the implementation does, without its subject: `overwrites its argument 'x'`.
         advice: What to do about it, one or two sentences.
     """
@@ -149,10 +177,23 @@ def not_in_place(impl: "IrOpImpl") -> Breach:
     )
 
 
-def values(index: int, distance: float, dtype: torch.dtype, tolerance: "Tolerance") -> Breach:
+def values(index: int, distance: float, wrong: str, dtype: torch.dtype, tolerance: "Tolerance") -> Breach:
     """A result is near native's."""
-    what = f"returns an output {index} that is up to {distance:.3g} away from native's"
-    return Breach("values", what, f"The op allows {tolerance.atol} + {tolerance.rtol} * |native| in {dtype}.")
+    what = f"returns an output {index} that is up to {distance:.3g} away from native's, in {wrong} elements"
+    return Breach("values", what, _allowed(dtype, tolerance))
+
+
+def special_values(index: int, distance: float, wrong: str, dtype: torch.dtype, tolerance: "Tolerance") -> Breach:
+    """A result is near native's for numbers that kernels forget, too."""
+    what = f"returns an output {index} that is up to {distance:.3g} away from native's, in {wrong} elements"
+    return Breach("special_values", what, f"Native is the meaning for such numbers, too. {_allowed(dtype, tolerance)}")
+
+
+def _allowed(dtype: torch.dtype, tolerance: "Tolerance") -> str:
+    return (
+        f"The op allows {tolerance.atol} + {tolerance.rtol} * |native| in {dtype}, around native in float64 or in the "
+        "call's own dtype."
+    )
 
 
 def raises(error: Exception) -> Breach:
@@ -179,5 +220,78 @@ def not_lowered(impl: "IrOpImpl", error: Exception) -> Breach:
     return Breach("compiled", str(error).removeprefix(f"{titled(impl)} ").rstrip("."), "It cannot be compiled.")
 
 
-def _first_line(error: Exception) -> str:
+def sharing_with_earlier(index: int) -> Breach:
+    """An output is the caller's for as long as it is kept."""
+    what = f"returns output {index} in the memory of what an earlier call returned"
+    return Breach("sharing", what, "The earlier caller's result is overwritten. Return a tensor of its own.")
+
+
+def guard(message: str) -> Breach:
+    """The choice holds for every number of rows."""
+    return Breach(
+        "predicate_guards",
+        f"looks at the number of rows in supports_args: {message.rstrip('.')}",
+        "The answer is compiled in. Look at dtypes, ranks, strides, the length of rows and numbers only.",
+    )
+
+
+def fickle(real: str, other: str, whose: str) -> Breach:
+    """What is decided without data is decided with it."""
+    what = f"says {real} in supports_args for tensors, and {other} for the same ones {whose}"
+    return Breach("predicate_fakes", what, "Look at nothing that only data has, such as its address.")
+
+
+def predicate_raises(reason: str) -> Breach:
+    """A predicate that raises is taken for no, and hides what its author did not think of."""
+    return Breach("predicate_raises", f"answers no where {reason}", "It is taken for no. Let it answer with ir.reject.")
+
+
+def unlike_itself(rule: str, when: str) -> Breach:
+    """The same call has one result."""
+    return Breach(rule, f"returns other bits {when}", _STEADY[rule])
+
+
+def raises_when(rule: str, when: str, error: BaseException) -> Breach:
+    """What is computed alone is computed there, too."""
+    what = f"raises {type(error).__name__} {when}: {_first_line(error)}"
+    return Breach(rule, what, _STEADY[rule])
+
+
+_STEADY = {
+    "deterministic": "Results that differ cannot be compared or reproduced. Do without atomics on floating-point "
+    "numbers, random numbers and memory that nothing was written to.",
+    "batch_invariant": "Choose the order of a row's sums by its length alone, or drop batch_invariant=True.",
+    "threads": "Let each call allocate its work space; keep nothing that changes in a global.",
+    "streams": "Launch on the current stream of the arguments' device, and let nothing else wait.",
+    "graph_capture": "Launch on the current stream; no synchronisation, no .item(), no copy to the host; keep the "
+    "addresses of no tensors.",
+}
+
+
+def hangs(rule: str, when: str, seconds: float) -> Breach:
+    """A call comes back."""
+    return Breach(rule, f"does not come back within {seconds:.0f} s {when}", _STEADY[rule])
+
+
+def registered_wrongly(what: str, problem: str) -> Breach:
+    """What `torch.library.opcheck` says, in its own words."""
+    advice = "The torch op behind it is not what its schema or its function for shapes says."
+    return Breach("opcheck", f"fails torch.library.opcheck on {what}: {problem}", advice)
+
+
+def slow_dispatch(framework: float, direct: float) -> Breach:
+    """Deciding a call is nearly free."""
+    what = f"takes {framework:.0f} us a call through the framework, and {direct:.0f} us when it is called itself"
+    advice = (
+        "A slow supports_args function, or outputs that must be repaired by a copy. State conditions as ir.supports."
+    )
+    return Breach("overhead", what, advice)
+
+
+def ended(how: str) -> Breach:
+    """A kernel that ends the process takes the program with it."""
+    return Breach("ends", how, "The last call that it was tried on was the one named here, or the one after it.")
+
+
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")

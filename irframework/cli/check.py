@@ -1,17 +1,19 @@
-"""`irframework check`: whether implementations keep their op's contract.
+"""`irframework check`: whether implementations keep what their op promises.
 
-Owns the command's options and how the results are shown. The trials are `irframework.testing`'s. Exits 1 when a
-contract is broken.
+Owns the command's options and how the results are shown. The rules are asked about by `irframework.testing`, in this
+process or, with `--jobs`, in one of its own for each implementation (`check_processes.py`). Exits 1 when one is broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from irframework.testing import Checked
+    from irframework.testing import Conformance
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,47 +21,110 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("provider", nargs="?", help="only this provider's implementations (default: all but native)")
     parser.add_argument("--op", action="append", default=[], help="only this op; may be given several times")
     parser.add_argument("--device", help="where they are tried (default: the current platform's device)")
+    parser.add_argument("--rule", action="append", default=[], help="only this rule; may be given several times")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="check each implementation in a process of its own, N at a time: a crash or a hang is a finding",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="with --jobs: seconds for one implementation (60)"
+    )
+    parser.add_argument("--note-calls", help=argparse.SUPPRESS)  # the file that a process of --jobs leaves behind
+    parser.add_argument("--verbose", action="store_true", help="show every rule, not only those that are broken")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; 0, 1 when a contract is broken, or an `IrError` that the entry turns into 1."""
+    """Runs the command; 0, 1 when a rule is broken, or an `IrError` that the entry turns into 1."""
+    from irframework.cli.check_processes import check_in_processes
     from irframework.cli.tables import progress
     from irframework.registry import find_op
-    from irframework.testing import check_contracts
+    from irframework.testing import check_provider
 
     ops = [find_op(name) for name in dict.fromkeys(arguments.op)] or None
+    rules = arguments.rule or None
     with progress("checking implementations"):
-        results = check_contracts(arguments.provider, ops, arguments.device)
+        if arguments.jobs > 0:
+            results = check_in_processes(
+                arguments.provider, ops, arguments.device, rules, arguments.jobs, arguments.timeout
+            )
+        else:
+            results = check_provider(
+                arguments.provider, ops, arguments.device, rules=rules, told=_teller(arguments.note_calls)
+            )
     broken = sum(len(result.violations) for result in results)
     if arguments.json:
         print(json.dumps({"broken": broken, "results": [result.to_dict() for result in results]}, indent=2))
     else:
-        _print(results, broken)
+        _print(results, broken, arguments.verbose)
     return 1 if broken else 0
 
 
-def _print(results: list[Checked], broken: int) -> None:
+def _teller(path: str | None) -> Callable[[str], None]:
+    """What writes down each call before it is made, for the process that started this one."""
+
+    def told(call: str) -> None:
+        if path is not None:
+            Path(path).write_text(call)
+
+    return told
+
+
+def _print(results: list[Conformance], broken: int, verbose: bool) -> None:
     from irframework.cli.tables import print_table
 
-    columns = ("op", "provider", "plugin", "device", "calls", "contract")
+    columns = ("op", "provider", "plugin", "device", "calls", "rules", "largest error", "us/call", "s", "contract")
     print_table("Implementations", columns, [_cells(result) for result in results])
     for result in results:
+        if verbose:
+            print(f"\n{result}")
+            continue
         for violation in result.violations:
             print(f"\n{violation.rule}: {violation}")
-    tried = sum(result.calls > 0 for result in results)
-    if not tried:
-        print("\nNothing could be checked here.")
-    elif broken:
+    tried = sum(not result.skipped for result in results)
+    if broken:
         print(f"\nContracts are broken, in {broken} way{'s' * (broken > 1)}.")
+    elif not tried:
+        print("\nNothing could be checked here.")
     elif tried == 1:
         print("\nThe 1 implementation that runs here keeps its contract.")
     else:
         print(f"\nThe {tried} implementations that run here keep their contracts.")
 
 
-def _cells(result: Checked) -> tuple[str, ...]:
-    verdict = f"not checked: {result.skipped}" if result.skipped else "kept"
-    if result.violations:
-        verdict = f"broken: {', '.join(dict.fromkeys(violation.rule for violation in result.violations))}"
+def _cells(result: Conformance) -> tuple[str, ...]:
+    verdict = "kept"
+    if not result.ok:
+        broken = dict.fromkeys(violation.rule for violation in result.violations)
+        verdict = f"broken: {', '.join(broken)}"
+    elif result.skipped:
+        verdict = f"not checked: {result.skipped}"
     plugin = f"{result.plugin} {result.version}" if result.plugin else "-"
-    return (result.op, result.provider, plugin, result.device, str(result.calls), verdict)
+    time = "-"
+    if result.overhead is not None:
+        time = f"{result.overhead.framework_us:.1f} ({result.overhead.direct_us:.1f} itself)"
+    passed = sum(rule.status == "passed" for rule in result.rules)
+    asked = sum(rule.status != "skipped" for rule in result.rules)
+    return (
+        result.op,
+        result.provider,
+        plugin,
+        result.device,
+        str(result.calls),
+        f"{passed}/{asked}",
+        _errors(result),
+        time,
+        f"{result.seconds:.1f}",
+        verdict,
+    )
+
+
+def _errors(result: Conformance) -> str:
+    """The largest absolute error of the first output, by dtype."""
+    first = [each for each in result.accuracy if each.output == 0]
+    words = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+    return (
+        " ".join(f"{words.get(each.dtype, each.dtype)} {each.max_abs:.0e}/{each.max_ulp:.2g}" for each in first) or "-"
+    )

@@ -1,5 +1,6 @@
 """Meanings of the gated activations. Does not hold kernels."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 @silu_and_mul.register_input_generator
-@gelu_and_mul.register_input_generator
-def _gated_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+def _silu_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
     return (torch.randn(shape, **options),)
+
+
+@gelu_and_mul.register_input_generator
+def _gelu_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    x = torch.randn(shape, **options)
+    yield (x,)
+    yield x, "tanh"

@@ -3,6 +3,7 @@
 Does not hold kernels.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.ops.activation import silu_and_mul
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
-from irframework.ops.quantization import allow_one_code, dynamic_quant_fp8, static_quant_fp8
+from irframework.ops.quantization import allow_one_code, dynamic_quant_fp8, scales, static_quant_fp8
 
 
 @register_op
@@ -139,35 +140,41 @@ def silu_and_mul_dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return pair
 
 
-def _scale(device: Any) -> Tensor:
-    return torch.full((1,), 0.02, device=device)
-
-
 @rms_norm_static_quant_fp8.register_input_generator
-def _norm_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+def _norm_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     x, weight, epsilon, *_ = rms_norm.generate_inputs(shape=shape, dtype=dtype, device=device)
-    return x, weight, _scale(device), epsilon
+    for scale in scales(device):
+        yield x, weight, scale, epsilon
+    yield x, weight.float(), scale, epsilon
 
 
 @rms_norm_dynamic_quant_fp8.register_input_generator
-def _norm_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
-    return rms_norm.generate_inputs(shape=shape, **options)[:3]
+def _norm_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    x, weight, epsilon, *_ = rms_norm.generate_inputs(shape=shape, **options)
+    yield x, weight, epsilon
+    yield x * 1e-3, weight.float(), 1e-5
 
 
 @fused_add_rms_norm_static_quant_fp8.register_input_generator
-def _add_norm_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+def _add_norm_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     x, residual, weight, epsilon, *_ = fused_add_rms_norm.generate_inputs(shape=shape, dtype=dtype, device=device)
-    return x, residual, weight, _scale(device), epsilon
+    for scale in scales(device):
+        yield x, residual, weight, scale, epsilon
+    yield x, residual, weight.float(), scale, epsilon
 
 
 @fused_add_rms_norm_dynamic_quant_fp8.register_input_generator
-def _add_norm_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
-    return fused_add_rms_norm.generate_inputs(shape=shape, **options)[:4]
+def _add_norm_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    x, residual, weight, epsilon, *_ = fused_add_rms_norm.generate_inputs(shape=shape, **options)
+    yield x, residual, weight, epsilon
+    yield x * 1e-3, residual * 1e-3, weight.float(), 1e-5
 
 
 @silu_and_mul_static_quant_fp8.register_input_generator
-def _silu_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    return torch.randn(shape, dtype=dtype, device=device), _scale(device)
+def _silu_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
+    x = torch.randn(shape, dtype=dtype, device=device)
+    for scale in scales(device):
+        yield x, scale
 
 
 @silu_and_mul_dynamic_quant_fp8.register_input_generator

@@ -1,5 +1,6 @@
 """Meanings of the norms. Does not hold kernels."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,8 +74,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 
 
 @rms_norm.register_input_generator
-def _rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
-    return torch.randn(shape, **options), torch.randn(shape[-1], **options), 1e-6
+def _rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    x, weight = torch.randn(shape, **options), torch.randn(shape[-1], **options)
+    yield x, weight, 1e-6
+    yield x * 1e-3, weight, 1e-5  # epsilon decides
+    yield x, weight, 1e-6, max(1, shape[-1] // 2)
+    yield x, weight.float(), 1e-6
 
 
 @register_op(allow_inplace=True)
@@ -112,6 +117,8 @@ def fused_add_rms_norm(
 
 
 @fused_add_rms_norm.register_input_generator
-def _fused_add_rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
-    x, weight, epsilon = _rms_norm_inputs(shape, **options)
-    return x, torch.randn(shape, **options), weight, epsilon
+def _fused_add_rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    residual = torch.randn(shape, **options)
+    for x, *rest in _rms_norm_inputs(shape, **options):
+        yield x, residual, *rest
+    yield x, -x, *rest[:2]  # the sum is zero

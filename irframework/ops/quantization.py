@@ -1,5 +1,6 @@
 """Meanings of the quantisations to 8-bit floating point. Does not hold kernels."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -92,9 +93,16 @@ def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return _codes(h, scale), scale.to(torch.float32)
 
 
+def scales(device: Any) -> tuple[Tensor, ...]:
+    """Scales worth testing: usual; without dimensions, and so small that codes are clamped; large."""
+    return tuple(torch.full(shape, value, device=device) for shape, value in (((1,), 0.02), ((), 1e-3), ((1,), 3.0)))
+
+
 @static_quant_fp8.register_input_generator
-def _static_quant_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    return torch.randn(shape, dtype=dtype, device=device), torch.full((1,), 0.02, device=device)
+def _static_quant_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
+    x = torch.randn(shape, dtype=dtype, device=device)
+    for scale in scales(device):
+        yield x, scale
 
 
 @dynamic_quant_fp8.register_input_generator

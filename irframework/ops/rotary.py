@@ -1,5 +1,6 @@
 """Meaning of the rotary position embedding. Does not hold kernels."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,11 +92,19 @@ def _rotate(name: str, x: Tensor, positions: Tensor, angles: Tensor, head_size: 
 
 
 @rotary_embedding.register_input_generator
-def _rotary_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+def _rotary_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     """`shape` is that of the query, heads side by side: heads of 64 where that divides, else one head."""
     head_size = 64 if shape[-1] % 64 == 0 else shape[-1]
     positions = torch.randint(0, 128, shape[:-1], device=device)
     angles = torch.randn(128, head_size // 2, device=device)
     cache = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     query, key = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
-    return positions, query, key, cache, head_size
+    yield positions, query, key, cache, head_size
+    part = head_size // 4
+    narrow = torch.cat((angles[:, :part].cos(), angles[:, :part].sin()), -1).to(dtype)
+    for is_neox in (True, False):  # only the first part of a head turns
+        yield positions, query, key, narrow, head_size, is_neox
+    yield positions.int(), query, key[..., :head_size], cache, head_size  # one head for all queries
+    yield positions, query, key, cache.float(), head_size
+    heads = query.unflatten(-1, (-1, head_size)) if head_size else query
+    yield positions, heads, heads * 2, cache, head_size

@@ -21,10 +21,12 @@ class OutOverloads(TorchDispatchMode):
     """While active, each call of a torch op that has an `.out` overload is made a second time, through the overload.
 
     Args:
-        found: Called with the functional op and what its overload does wrong.
+        found: Called with the functional op and what its overload does wrong, or None.
     """
 
-    def __init__(self, found: Callable[[Any, str], None]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, found: Callable[[Any, str | None], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
@@ -35,9 +37,7 @@ class OutOverloads(TorchDispatchMode):
         overload = out_variant_of(func)
         if overload is not None:
             results = [result] if isinstance(result, Tensor) else list(result)
-            problem = _problem(overload, args, kwargs, results)
-            if problem is not None:
-                self.found(func, problem)
+            self.found(func, _problem(overload, args, kwargs, results))
         return result
 
 
