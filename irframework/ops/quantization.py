@@ -89,7 +89,8 @@ def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
         largest = h.new_zeros((*x.shape[:-1], 1))
     else:
         largest = h.abs().amax(-1, keepdim=True)
-    scale = (largest / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    # Divided by a tensor: by a number, torch multiplies with its inverse on some devices, which rounds otherwise.
+    scale = (largest / torch.full_like(largest, FP8_MAX)).clamp_min(SMALLEST_SCALE)
     return _codes(h, scale), scale.to(torch.float32)
 
 
