@@ -141,9 +141,10 @@ def usable(device: str | None) -> str:
 
 
 def _why_not_tried(impl: IrOpImpl, device: str) -> str | None:
-    if not impl.supported:
-        return impl.unsupported_reason
     kind = torch.device(device).type
+    unsupported = impl.support.reason(kind)
+    if unsupported is not None:
+        return unsupported
     if impl.device_types is not None and kind not in impl.device_types:
         return f"runs on {', '.join(impl.device_types)}, not on {kind}"
     if impl.op.input_generator is None:
@@ -192,6 +193,11 @@ def _try_samples(tried: trial.Trial, device: str) -> None:
             if tried.calls and not everything:  # one call, for what the compiler is asked
                 return
         tried.finish()
+        if tried.impl.functional is not None:  # what an in-place implementation runs where nothing may be overwritten
+            other = trial.Trial(tried.impl.functional, device, tried.findings)
+            other.threads = tried.threads
+            for sample in samples(tried.impl.op, device):
+                other.try_on(sample)
     finally:
         torch.set_num_threads(tried.threads)
 
@@ -206,7 +212,6 @@ def _ask_the_rest(tried: trial.Trial, findings: Findings, device: str) -> Overhe
         "batch_invariant": lambda: repetition.try_rows_alone(findings, device),
         "threads": lambda: repetition.try_in_threads(findings, device),
         "streams": lambda: streams.try_streams(findings, device),
-        "graph_capture": lambda: streams.try_capture(findings, device),
         "opcheck": lambda: compiled.ask_opcheck(findings, device),
         "compiled": lower,
     }
@@ -218,6 +223,8 @@ def _ask_the_rest(tried: trial.Trial, findings: Findings, device: str) -> Overhe
     times: list[Overhead | None] = []
     if findings.asks("overhead"):
         _ask(findings, "overhead", lambda: times.append(overhead.measure(findings, device)), device)
+    if findings.asks("graph_capture"):  # last: torch does not recover wholly from a capture that failed
+        _ask(findings, "graph_capture", lambda: streams.try_capture(findings, device), device)
     return times[0] if times else None
 
 

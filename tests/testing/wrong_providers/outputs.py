@@ -99,6 +99,13 @@ OUTPUTS: tuple[Any, ...] = (
     Wrong("sharing", "what an earlier call returned", returns_the_same_memory_again, also=("threads", "fake")),
     Wrong("writes", "overwrites its argument 'x'", writes_an_input),
     Wrong("writes", "'weight', which is no activation", writes_the_weight_in_place, {"inplace": True}),
+    Wrong(
+        "writes",
+        "overwrites its argument 'x'. Register",
+        right_in_place,
+        {"inplace": True, "functional": right_in_place},
+        also=("sharing", "raises", "strides"),
+    ),
     Wrong("writes", "beside its argument 'x'", writes_beside),
     Wrong("in_place", "neither overwrites nor returns", not_in_place, {"inplace": True}),
     Wrong("raises", "x=float32[0, 64]", mishandles_zero_tokens),
