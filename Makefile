@@ -25,12 +25,12 @@ DIST ?= dist
 export HF_HUB_OFFLINE := 1
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-.PHONY: demo test test-main test-fakedev test-sycl fuzz setup lint format docs bench wheels clean help
+.PHONY: demo test test-main test-fakedev test-sycl fuzz setup cuda lint format docs bench wheels clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n '/^#   make/s/^#   //p' Makefile
-	@echo 'Others: setup lint format docs bench wheels clean'
+	@echo 'Others: setup cuda lint format docs bench wheels clean'
 
 # ---- set-up --------------------------------------------------------------------------------------------------------
 # Editable installs: a change in Python is in force at once, a change in csrc/ rebuilds the plugin. Without build
@@ -67,9 +67,22 @@ $(VENV)/.stamp-triton: $(VENV)/.stamp-tools
 	@$(PIP_INSTALL) triton
 	@touch $@
 
-$(VENV)/.stamp-plugin-vllm_c: plugins/vllm_c/CMakeLists.txt $(wildcard csrc/cpu/* csrc/cuda/*)
+$(VENV)/.stamp-plugin-vllm_c: plugins/vllm_c/CMakeLists.txt $(wildcard csrc/common/* csrc/cpu/* csrc/cuda/*)
 
-setup: $(VENV)/.stamp-dev $(VENV)/.stamp-triton $(PLUGINS:%=$(VENV)/.stamp-plugin-%)
+# Outside the editable install: with the CPU torch of this environment the CUDA kernels build, but do not load. Where
+# there is an nvcc, they are built for the tests, which look at what the compiler made of them.
+CUDA := build/cuda/_C_cuda.so
+
+$(CUDA): plugins/vllm_c/CMakeLists.txt $(wildcard csrc/common/* csrc/cuda/*) $(VENV)/.stamp-tools
+	@echo '== set-up: CUDA kernels'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S plugins/vllm_c -B build/cuda -G Ninja --log-level=WARNING \
+	  -DIRFRAMEWORK_CUDA=ON $(if $(IRFRAMEWORK_CUDA_ARCHITECTURES),"-DIRFRAMEWORK_CUDA_ARCHITECTURES=$(IRFRAMEWORK_CUDA_ARCHITECTURES)")
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/cuda --target _C_cuda -- --quiet
+	@touch $@
+
+cuda: $(CUDA)
+
+setup: $(VENV)/.stamp-dev $(VENV)/.stamp-triton $(PLUGINS:%=$(VENV)/.stamp-plugin-%) $(if $(shell command -v nvcc),$(CUDA))
 
 # ---- the two commands of the README ---------------------------------------------------------------------------------
 demo: $(VENV)/.stamp-plugin-vllm_c
