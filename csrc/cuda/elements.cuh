@@ -128,7 +128,6 @@ void run_map(const char* op, ElementArgs a, const Place& place) {
   if (a.x_rows.dims > 1 && a.rows * row_chunks > kMost) {
     refuse(op, "more than 2^30 vectors of 16 bytes must be in rows that are equally far apart; call .contiguous() first");
   }
-  const DeviceFacts& facts = facts_of(place.device);
   const int64_t all_rows = a.rows, rows_of_launch = kMost / row_chunks;
   const int64_t x_step = a.x_rows.dims > 0 ? a.x_rows.stride[0] : 0;
   for (int64_t row = 0; row < all_rows; row += rows_of_launch) {
@@ -139,7 +138,7 @@ void run_map(const char* op, ElementArgs a, const Place& place) {
       part.out = static_cast<char*>(a.out) + row * a.cols * int64_t{is_quantised<kMap> ? 1 : sizeof(T)};
     }
     const int64_t chunks = part.rows * row_chunks;
-    Plan plan = plan_elements(chunks, aligned, facts);
+    Plan plan = plan_elements(aligned);
     const ElementKernel kernel = element_kernel<T, kMap>(aligned, plan.vectors);
     if (aligned && is_gelu<kMap>) plan.vectors = 2;
     const int64_t of_block = int64_t{plan.threads} * plan.vectors;

@@ -36,14 +36,14 @@ int power_of_two(int64_t least) {
   return n;
 }
 
-Plan default_rows(int64_t rows, int64_t chunks, bool aligned, const DeviceFacts& facts) {
+Plan default_rows(Source source, int64_t rows, int64_t chunks, bool aligned, const DeviceFacts& facts) {
   Plan plan{32, 2, 1, 1, 0, 0, 1};
   if (chunks <= 32) {
     plan.threads = power_of_two(chunks);
   } else if (chunks <= 64) {
     plan.threads = 32;
-  } else if (chunks <= 1024) {  // two vectors for each thread: for 8192 elements of 2 bytes, 512 threads
-    plan.threads = up_to_warps((chunks + 1) / 2);
+  } else if (chunks <= 1024 && (source != Source::plain || chunks < 256)) {
+    plan.threads = up_to_warps((chunks + 1) / 2);  // with two tensors to read, two vectors of each for every thread
   } else if (chunks <= kMaxHeldThreads * 4) {
     plan.vectors = 4;
     plan.threads = up_to_warps((chunks + 3) / 4);
@@ -87,15 +87,14 @@ bool can_run_rows(const Plan& plan, const RowOp& what, int64_t chunks, bool alig
 }
 
 Plan plan_rows(const RowOp& what, int64_t rows, int64_t chunks, bool aligned, const DeviceFacts& facts) {
-  const Plan plan = default_rows(rows, chunks, aligned, facts), other = changed(plan);
+  const Plan plan = default_rows(what.source, rows, chunks, aligned, facts), other = changed(plan);
   return can_run_rows(other, what, chunks, aligned, facts) ? other : plan;
 }
 
-Plan plan_elements(int64_t chunks, bool aligned, const DeviceFacts& facts) {
-  Plan plan{256, 2, 1, 1, 0, 0, 1};
-  if (!aligned || chunks <= int64_t{facts.multiprocessors} * plan.threads) plan.vectors = 1;
-  if (chunks <= int64_t{facts.multiprocessors} * 128) plan.threads = 128;
-  const Plan other = changed(plan);
+Plan plan_elements(bool aligned) {
+  const Plan plan{128, 1, 1, 1, 0, 0, 1};
+  Plan other = changed(plan);
+  other.rows_per_block = other.cluster = 1;  // they are about rows
   const bool fits = other.threads % 32 == 0 && other.threads >= 32 && other.threads <= 512 && other.vectors >= 1 &&
                     other.vectors <= 4 && other.vectors != 3 && (aligned || other.vectors == 1);
   return fits ? other : plan;
@@ -118,20 +117,4 @@ IRF_EXPORT void irframework_vllm_c_use_plan(int threads, int vectors, int rows_p
   cuda::changes.blocks_per_sm = blocks_per_sm;
   cuda::changes.ahead = ahead;
   cuda::changes.overlap = overlap;
-}
-
-// Writes to `plan` the seven numbers of the plan for rows of `chunks` vectors on a GPU of so many multiprocessors.
-IRF_EXPORT void irframework_vllm_c_plan_rows(bool quant_per_row, int64_t rows, int64_t chunks, bool aligned,
-                                             int multiprocessors, int capability, int* plan) {
-  const cuda::RowOp what{irframework_vllm_c::Type::bf16, cuda::Source::plain, true,
-                         quant_per_row ? cuda::Quant::per_row : cuda::Quant::none};
-  const cuda::Plan p = cuda::plan_rows(what, rows, chunks, aligned, {multiprocessors, capability});
-  const int numbers[7] = {p.threads, p.vectors, p.rows_per_block, p.cluster, p.blocks_per_sm, p.ahead, p.overlap};
-  for (int i = 0; i < 7; ++i) plan[i] = numbers[i];
-}
-IRF_EXPORT void irframework_vllm_c_plan_elements(int64_t chunks, bool aligned, int multiprocessors, int capability,
-                                                 int* plan) {
-  const cuda::Plan p = cuda::plan_elements(chunks, aligned, {multiprocessors, capability});
-  const int numbers[7] = {p.threads, p.vectors, p.rows_per_block, p.cluster, p.blocks_per_sm, p.ahead, p.overlap};
-  for (int i = 0; i < 7; ++i) plan[i] = numbers[i];
 }

@@ -31,7 +31,7 @@ constexpr int kMaxThreads = 1024;     // of any other
 // How rows of `chunks` vectors are computed. `aligned`: all rows can be read and written as vectors. Threads, vectors and
 // cluster decide the order of a sum; they depend on the row's length alone, so a row's result depends on the row alone.
 Plan plan_rows(const RowOp& what, int64_t rows, int64_t chunks, bool aligned, const DeviceFacts& facts);
-Plan plan_elements(int64_t chunks, bool aligned, const DeviceFacts& facts);
+Plan plan_elements(bool aligned);
 
 // Whether there is an instance for a plan, and it covers a row.
 bool can_run_rows(const Plan& plan, const RowOp& what, int64_t chunks, bool aligned, const DeviceFacts& facts);

@@ -420,7 +420,7 @@ def test_a_call_is_one_kernel_and_no_copy(op: str) -> None:
         for _ in range(3):
             call(*args)
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             call(*args)
             torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
