@@ -2,7 +2,7 @@
 # done once, and deleting .venv starts over.
 #
 #   make demo    a real model answers a prompt, and tables say which kernel ran each op
-#   make test    the tests
+#   make test    the tests (WORKERS=2 PYTEST_ARGS=...)
 #   make fuzz    many random programs, compiled and eager (GRAPHS=20000 JOBS=2 SEED=... BACKEND=lowered|inductor)
 
 PYTHON ?= python3.11
@@ -15,6 +15,7 @@ TYPED := irframework $(wildcard plugins/*/src)
 
 PROMPT ?= What is the capital of France?
 PYTEST_ARGS ?=
+WORKERS ?= 2
 GRAPHS ?= 20000
 JOBS ?= 2
 BACKEND ?= lowered
@@ -91,7 +92,7 @@ demo: $(VENV)/.stamp-plugin-vllm_c
 test: test-main test-fakedev test-sycl
 
 test-main: setup
-	$(PYTEST) tests -m 'not interpreter and not fakedev and not sycl' $(PYTEST_ARGS)
+	$(PYTEST) tests -n $(WORKERS) --dist loadfile -m 'not interpreter and not fakedev and not sycl' $(PYTEST_ARGS)
 
 # Tests that change the whole process run in one of their own (those of Triton and AITER start theirs themselves).
 # $(1): their mark; $(2): the environment they need.
