@@ -9,7 +9,8 @@ Run it in the root of the repository, on the machine with the GPU:
 It ends after --limit seconds in any case; what was not measured by then is counted. Times are taken inside CUDA graphs,
 every call with arguments of its own, the cache cold (`irframework/cli/benchmarking.py`). A tile is written as elements
 of a row, `w` warps, and where they are not as usual `x` rows, `loop` (the row is read again), `res` programs per
-multiprocessor that stay, and `early` (loaded before the kernel in front of it has ended).
+multiprocessor that stay, and `early` (loaded before the kernel in front of it has ended). `usual` is what the launch
+chooses by itself.
 
 A row must be summed in the same order whatever is beside it, so a tile may depend on the length of a row only: beside
 the best tile for each point, the table says which is best for all rows of a length, and what the usual one costs.
@@ -32,48 +33,47 @@ from source_tree import make_importable
 
 ROWS = (2048, 8192, 32768, 1, 16, 64, 256, 1024)
 COLUMNS = (2048, 4096, 5120, 8192)
-# An op's name, its function in `launch`, what comes behind its arguments, and which kind of tile it has.
+# An op's name, its function in `launch`, what comes behind its arguments, and its kind: elementwise, or as in `tiles`.
 OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "rms_norm": ("rms_norm", (), "rows"),
-    "fused_add_rms_norm in place": ("fused_add_rms_norm_inplace", (), "rows"),
+    "rms_norm": ("rms_norm", (), "norm"),
+    "fused_add_rms_norm in place": ("fused_add_rms_norm_inplace", (), "add_norm"),
     "silu_and_mul": ("gated", ("silu",), "elements"),
-    "rms_norm_static_quant_fp8": ("rms_norm_static_quant_fp8", (), "rows"),
+    "rms_norm_static_quant_fp8": ("rms_norm_static_quant_fp8", (), "norm"),
     "silu_and_mul_static_quant_fp8": ("silu_and_mul_static_quant_fp8", (), "elements"),
-    "rms_norm_dynamic_quant_fp8": ("rms_norm_dynamic_quant_fp8", (), "rows"),
-    "silu_and_mul_dynamic_quant_fp8": ("silu_and_mul_dynamic_quant_fp8", (), "rows"),
-    "fused_add_rms_norm": ("fused_add_rms_norm", (), "rows"),
-    "fused_add_rms_norm_static_quant_fp8": ("fused_add_rms_norm_static_quant_fp8", (), "rows"),
-    "static_quant_fp8": ("static_quant_fp8", (), "wide elements"),
-    "dynamic_quant_fp8": ("dynamic_quant_fp8", (), "rows"),
+    "rms_norm_dynamic_quant_fp8": ("rms_norm_dynamic_quant_fp8", (), "norm"),
+    "silu_and_mul_dynamic_quant_fp8": ("silu_and_mul_dynamic_quant_fp8", (), "gated_codes"),
+    "fused_add_rms_norm": ("fused_add_rms_norm", (), "add_norm"),
+    "fused_add_rms_norm_static_quant_fp8": ("fused_add_rms_norm_static_quant_fp8", (), "add_norm"),
+    "static_quant_fp8": ("static_quant_fp8", (), "elements"),
+    "dynamic_quant_fp8": ("dynamic_quant_fp8", (), "codes"),
 }
 LARGE = 2048  # rows from which on the floor counts; below, an empty kernel
 
 
 def tiles_for(kind: str, columns: int) -> dict[str, Any]:
-    """The usual tile, as `usual`, and all others that are worth a try."""
-    from irframework_triton_kernels.tiles import Tile, elementwise_tile, power_of_two, row_tile
+    """All tiles that are worth a try, and None, as `usual`, for the one that the launch chooses."""
+    from irframework_triton_kernels import tiles as choice
 
-    if kind != "rows":
-        usual = elementwise_tile(columns, kind.startswith("wide"))
+    make, power_of_two = choice.Tile, choice.power_of_two
+    if kind == "elements":
         sizes = itertools.product((512, 1024, 2048, 4096), (4, 8))
-        tiles = [Tile(1, block, True, warps) for block, warps in sizes if 4 <= block // (32 * warps) <= 32]
-        tiles = [*tiles, *(replace(tile, early=True) for tile in tiles)]
+        tiles = [make(1, block, True, warps) for block, warps in sizes if 4 <= block // (32 * warps) <= 32]
+        tiles = [*tiles, *(replace(tile, early=False) for tile in tiles)]
     else:
-        usual = row_tile(columns)
+        usual = choice.row_tile(columns, getattr(choice, kind.upper()))
         block = power_of_two(columns)
         parts = [(block, 0)]
         if block != columns:
             parts.append((block // 2, power_of_two(columns - block // 2)))
         tiles = [
-            Tile(1, first, True, warps, second)
+            make(1, first, True, warps, second)
             for (first, second), warps in itertools.product(parts, (4, 8, 16, 32))
             if first // (32 * warps) in (8, 16, 32) and (not second or second >= 64 * warps)
         ]
-        loops = [Tile(1, first, False, warps) for first, warps in ((1024, 4), (2048, 4), (2048, 8)) if first < columns]
+        loops = [make(1, first, False, warps) for first, warps in ((1024, 4), (2048, 4), (2048, 8)) if first < columns]
         stay = [replace(usual, resident=programs) for programs in (1, 2, 3, 4)]
-        tiles = [*tiles, *(replace(tile, early=True) for tile in (*tiles, usual, *stay)), *loops, *stay]
-    named = {label(tile): tile for tile in tiles if tile != usual}
-    return {"usual": usual, **named}
+        tiles = [*tiles, *(replace(tile, early=False) for tile in (*tiles, usual)), *loops, *stay]
+    return {"usual": None, **{label(tile): tile for tile in tiles}}
 
 
 def label(tile: Any) -> str:
@@ -128,7 +128,7 @@ def compile_part(options: argparse.Namespace) -> None:
         try:
             launcher(name, tile)(*arguments)
         except Exception as error:
-            print(f"{name} {columns} {label(tile)}: {type(error).__name__}: {error}")
+            print(f"{name} {columns} {tile and label(tile)}: {type(error).__name__}: {error}")
 
 
 def measure(options: argparse.Namespace, found: dict[str, Any], until: float) -> None:
@@ -231,7 +231,9 @@ def main() -> int:
         device = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "cpu"
         found = {"torch": torch.__version__, "device": device, "cells": [], "failed": [], "not_measured": 0}
         found["tiles"] = {
-            f"{name} {columns}": {words: asdict(tile) for words, tile in tiles_for(OPS[name][2], columns).items()}
+            f"{name} {columns}": {
+                words: tile and asdict(tile) for words, tile in tiles_for(OPS[name][2], columns).items()
+            }
             for name, columns in itertools.product(options.ops, options.columns)
         }
         if options.processes:

@@ -19,6 +19,7 @@ TARGETS = {
     "gfx950": ("hip", "gfx950", 64),
 }
 CONVERTS = ("sm_90", "sm_100", "gfx950")  # float32 to float8_e4m3fn, in one instruction
+LOADED_EARLY = ("sm_90", "sm_100")
 MODULES = {
     "rms_norm_kernel": "norms",
     "add_rms_norm_kernel": "norms",
@@ -42,24 +43,26 @@ class Case:
 
     def on(self, target: str) -> "Case":
         """The case as it is launched there."""
-        if "codes" not in self.constants:
-            return self
-        converts = target in CONVERTS and self.constants["codes"] != VALUES
-        return replace(self, constants=self.constants | {"hardware": converts})
+        constants = self.constants | {"early": target in LOADED_EARLY}
+        if "codes" in constants:
+            constants["hardware"] = target in CONVERTS and constants["codes"] != VALUES
+        return replace(self, constants=constants)
 
 
 def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
     """A kernel that reduces rows, with the tile it has for rows of a length."""
-    from irframework_triton_kernels.tiles import row_tile
+    from irframework_triton_kernels import tiles
 
-    tile = row_tile(hidden)
+    kinds = {"rms_norm_kernel": tiles.NORM, "add_rms_norm_kernel": tiles.ADD_NORM}
+    gated = tiles.CODES if more.get("activation") == NO_GATE else tiles.GATED_CODES
+    tile = tiles.row_tile(hidden, kinds.get(kernel, gated), many=True)
     constants = {"codes": codes, "tile_rows": tile.rows, "block": tile.block, "tail": tile.tail, "whole": tile.whole}
-    return Case(kernel, tile.warps, {**constants, "resident": 0, "early": False, **more})
+    return Case(kernel, tile.warps, {**constants, "resident": 0, **more})
 
 
 NORM = {"has_weight": True, "partial": False}
-ELEMENTS = {"tile_rows": 1, "block": 1024, "early": False}
-ROTARY = {"has_key": True, "tile_heads": 16, "block": 64, "early": False}
+ELEMENTS = {"tile_rows": 1, "block": 1024}
+ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
     rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
@@ -82,7 +85,7 @@ CASES = [
 ]
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
-EARLY = [replace(case, constants=case.constants | {"early": True, "resident": 1}) for case in (CASES[4], CASES[9])]
+STAYING = [replace(case, constants=case.constants | {"resident": 1}) for case in (CASES[4], CASES[9])]
 
 
 def kernel_of(case: Case) -> Any:
@@ -91,7 +94,13 @@ def kernel_of(case: Case) -> Any:
 
 
 def compiled(
-    case: Case, target: str, element: str = "bf16", number: str = "i32", aligned: bool = False, kernel: Any = None
+    case: Case,
+    target: str,
+    element: str = "bf16",
+    number: str = "i32",
+    aligned: bool = False,
+    kernel: Any = None,
+    epsilon: str = "fp32",
 ):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -99,7 +108,7 @@ def compiled(
     case = case.on(target)
     kernel = kernel or kernel_of(case)
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
-    types |= {"code_scale": "*fp32", "epsilon": "fp32", "positions": "*i64"}
+    types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64"}
     if case.constants.get("codes"):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
@@ -146,10 +155,38 @@ def test_every_kernel_becomes_a_code_object(case, target):
     assert asm["hsaco"][:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("case", EARLY, ids=str)
-def test_kernels_that_start_early_wait_before_they_read(case):
-    ptx = compiled(case, "sm_90").asm["ptx"]
-    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+MEMORY = r"\b(?:ld|st|atom|red|cp|prefetch)\.(?!param)"
+
+
+@pytest.mark.parametrize(("case", "target"), [*on("sm_90", "sm_100"), *((case, "sm_90") for case in STAYING)])
+def test_every_program_waits_for_what_came_before_it_touches_memory(case, target):
+    ptx = compiled(case, target, aligned=True).asm["ptx"]
+    body = ptx[ptx.index("{", ptx.index(".entry")) :]
+    before, behind = body.split("griddepcontrol.wait")
+    assert not re.search(MEMORY, before)
+    assert not re.search(r"\bbra\b|@%p\d+\s*$", before)  # no program goes around it
+    assert behind.index("griddepcontrol.launch_dependents") < re.search(MEMORY, behind).start()
+
+
+@pytest.mark.parametrize("case", MAIN, ids=str)
+def test_machine_code_waits_before_it_touches_memory(case, tmp_path):
+    """The assembler may move instructions, too."""
+    (tmp_path / "kernel.cubin").write_bytes(compiled(case, "sm_90", aligned=True).asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "kernel.cubin"]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert code.index("ACQBULK") < min(code.index(access) for access in ("LDG", "STG"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_devices_that_load_no_kernel_early_get_no_wait(case):
+    assert "griddepcontrol" not in compiled(case, "sm_80").asm["ptx"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 6, 9])
+def test_epsilon_is_rounded_to_float32_before_it_is_added(number):
+    """Inductor passes it as float64, in which the norm would then be computed."""
+    ptx = compiled(CASES[number], "sm_90", epsilon="fp64").asm["ptx"]
+    assert set(re.findall(r"[\w.]+\.f64\b", ptx)) == {"cvt.rn.f32.f64"}
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

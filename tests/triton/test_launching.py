@@ -9,20 +9,41 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
+def kernels():
+    from irframework_triton_kernels.kernels import gated, norms, rotary
+
+    return (
+        norms.rms_norm_kernel,
+        norms.add_rms_norm_kernel,
+        gated.gated_kernel,
+        gated.gated_rows_kernel,
+        rotary.rotary_kernel,
+    )
+
+
 class Device:
     """Triton's driver of an H100 without one: kernels are compiled, and launches of them noted."""
 
     def __init__(self) -> None:
-        from triton.backends.compiler import GPUTarget
-
         self.launches: list[tuple[int, int, bool]] = []  # programs, which machine code, whether it may start early
         self.codes: dict[bytes, int] = {}
-        self.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+        self.target(90)
         self.get_current_device = lambda: 0
         self.get_current_stream = lambda device: 0
         properties = {"max_shared_mem": 232448, "multiprocessor_count": 3}
         self.utils = SimpleNamespace(load_binary=self.load, get_device_properties=lambda device: properties)
         self.launcher_cls = self.launcher
+
+    def target(self, capability: int) -> None:
+        """Be another device."""
+        from irframework_triton_kernels.launch import call
+        from triton.backends.compiler import GPUTarget
+
+        self.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+        call._compiled.clear()
+        call.abilities.cache_clear()
+        for kernel in kernels():
+            kernel.device_caches.clear()
 
     def load(self, name: str, code: bytes, *more: object) -> tuple[int, int, int, int, int]:
         return 0, self.codes.setdefault(code, len(self.codes)), 32, 0, 1024
@@ -47,9 +68,7 @@ def device(monkeypatch, tmp_path):
     yield device
     for cached in (call.abilities, call.multiprocessors):
         cached.cache_clear()
-    from irframework_triton_kernels.kernels import gated, norms
-
-    for kernel in (norms.rms_norm_kernel, norms.add_rms_norm_kernel, gated.gated_kernel, gated.gated_rows_kernel):
+    for kernel in kernels():
         kernel.device_caches.clear()
 
 
@@ -103,7 +122,7 @@ def test_the_number_of_rows_and_epsilon_need_no_kernel_of_their_own(device, laun
     assert {code for _, code, _ in device.launches} == {0}
 
 
-def test_what_may_start_early_is_told_so(device, launch):
+def test_a_tile_can_say_that_a_kernel_is_not_loaded_early(device, launch):
     from irframework_triton_kernels.tiles import Tile
 
     for early in (True, False, True, False):
@@ -128,11 +147,9 @@ def test_nothing_is_launched_for_no_rows(device, launch):
 
 def test_codes_are_bytes_where_the_device_does_not_convert(device, launch):
     from irframework_triton_kernels.launch import call
-    from triton.backends.compiler import GPUTarget
 
     assert call.code_dtype(rows(1, 8)) == torch.float8_e4m3fn
-    call.abilities.cache_clear()
-    device.get_current_target = lambda: GPUTarget("cuda", 80, 32)
+    device.target(80)
     assert call.code_dtype(rows(1, 8)) == torch.uint8
     q, scales = launch.dynamic_quant_fp8(rows(2, 8))
     assert (q.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
@@ -140,10 +157,11 @@ def test_codes_are_bytes_where_the_device_does_not_convert(device, launch):
 
 def test_a_tile_covers_a_row_with_an_element_for_every_thread():
     """In place, several threads that held the same element would read what another has overwritten."""
-    from irframework_triton_kernels.tiles import row_tile
+    from irframework_triton_kernels.tiles import ADD_NORM, CODES, GATED_CODES, NORM, row_tile
 
-    for length in (*range(1, 40), *range(2000, 20000, 37), 5120, 8192, 16384, 10**6):
-        tile = row_tile(length)
+    lengths = (*range(1, 40), *range(2000, 20000, 37), 5120, 8192, 16384, 10**6)
+    for length, kind, many in itertools.product(lengths, (NORM, ADD_NORM, CODES, GATED_CODES), (False, True)):
+        tile = row_tile(length, kind, many)
         assert tile.whole == (length <= 16384)
         assert not tile.whole or tile.block + tile.tail >= length
         for part in (tile.block, tile.tail or tile.block):
@@ -153,11 +171,34 @@ def test_a_tile_covers_a_row_with_an_element_for_every_thread():
 
 
 def test_rows_that_are_no_power_of_two_are_worked_on_in_two_parts():
-    from irframework_triton_kernels.tiles import row_tile
+    from irframework_triton_kernels.tiles import NORM, row_tile
 
-    assert [(row_tile(n).block, row_tile(n).tail) for n in (4096, 5120, 6144, 7168)] == [
-        (4096, 0),
-        (4096, 1024),
-        (4096, 2048),
-        (8192, 0),
-    ]
+    tiles = [row_tile(length, NORM) for length in (4096, 5120, 6144, 7168)]
+    assert [(tile.block, tile.tail) for tile in tiles] == [(4096, 0), (4096, 1024), (4096, 2048), (8192, 0)]
+
+
+def test_the_number_of_rows_changes_no_tile_of_what_is_summed():
+    from irframework_triton_kernels.tiles import ADD_NORM, CODES, NORM, row_tile
+
+    for length in (128, 2048, 5120, 6144, 100_000):
+        for kind in (NORM, ADD_NORM):
+            assert row_tile(length, kind, many=True) == row_tile(length, kind, many=False)
+    assert row_tile(5120, CODES, many=True).tail == 1024
+    assert row_tile(5120, CODES, many=False).tail == 0
+
+
+def test_every_kernel_is_loaded_early_where_the_device_can(device, launch):
+    def call_each():
+        device.launches.clear()
+        x, weight, scale = rows(4, 128), torch.zeros(128), torch.ones(1)
+        launch.rms_norm(x, weight, 1e-6, None)
+        launch.fused_add_rms_norm_dynamic_quant_fp8(x, x, weight, 1e-6)
+        launch.gated(x, "silu")
+        launch.static_quant_fp8(x, scale)
+        launch.silu_and_mul_dynamic_quant_fp8(x)
+        launch.rotary_embedding(torch.zeros(4, dtype=torch.int64), x, None, torch.zeros(8, 64), 64, True)
+        return {early for _, _, early in device.launches}
+
+    assert call_each() == {True}
+    device.target(80)
+    assert call_each() == {False}

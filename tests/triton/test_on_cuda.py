@@ -195,10 +195,11 @@ def test_every_way_to_launch_gives_the_same_in_a_graph(early, resident):
     from dataclasses import replace
 
     from irframework_triton_kernels import launch
-    from irframework_triton_kernels.tiles import row_tile
+    from irframework_triton_kernels.tiles import NORM, row_tile
 
     x, residual, weight = random(500, 5120), random(500, 5120, seed=2), random(5120)
-    tile = replace(row_tile(5120), early=early, resident=resident)
+    late = replace(row_tile(5120, NORM), early=False)
+    tile = replace(late, early=early, resident=resident)
 
     def chain(tile):
         y, added = x, residual
@@ -207,7 +208,7 @@ def test_every_way_to_launch_gives_the_same_in_a_graph(early, resident):
             y = launch.rms_norm(y, weight, EPSILON, None, tile)
         return (*launch.dynamic_quant_fp8(y, tile), added)
 
-    expected = chain(row_tile(5120))
+    expected = chain(late)
     chain(tile)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -215,6 +216,54 @@ def test_every_way_to_launch_gives_the_same_in_a_graph(early, resident):
     for _ in range(3):
         for output in got:
             output.view(torch.uint8).zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(got, expected)
+
+
+def test_a_kernel_that_is_loaded_early_overwrites_nothing_too_soon():
+    """Each kernel overwrites what the one in front of it reads, at the far end of the device."""
+    from dataclasses import replace
+
+    from irframework_triton_kernels import launch
+    from irframework_triton_kernels.tiles import ADD_NORM, row_tile
+
+    tile, start = row_tile(4096, ADD_NORM), random(3000, 4096)
+
+    def chain(tile):
+        x, residual = start.clone(), start.flip(0).contiguous()
+        for _ in range(20):
+            launch.fused_add_rms_norm_inplace(x, residual, None, EPSILON, None, tile)
+            launch.fused_add_rms_norm_inplace(residual, x, None, EPSILON, None, tile)
+            backwards = launch.rms_norm(x.flip(0), None, EPSILON, None)
+            launch.fused_add_rms_norm_inplace(x, backwards, None, EPSILON, None, tile)
+        return x, residual
+
+    assert_same(chain(tile), chain(replace(tile, early=False)))
+
+
+def test_a_graph_of_two_streams_holds_kernels_that_are_loaded_early():
+    from irframework_triton_kernels import launch
+
+    x, weight, side = random(500, 4096), random(4096), torch.cuda.Stream()
+
+    def fork_and_join():
+        y = launch.rms_norm(x, weight, EPSILON, None)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            a = launch.rms_norm(launch.rms_norm(y, weight, EPSILON, None), None, EPSILON, None)
+        b = launch.rms_norm(y, None, EPSILON, None)
+        torch.cuda.current_stream().wait_stream(side)
+        return launch.fused_add_rms_norm(a, b, weight, EPSILON, None)
+
+    expected = fork_and_join()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = fork_and_join()
+    for _ in range(3):
+        for output in got:
+            output.zero_()
         graph.replay()
         torch.cuda.synchronize()
         assert_same(got, expected)

@@ -1,7 +1,11 @@
 """Owns how much of a tensor one program of a kernel works on. Knows shapes only: no tensors, no Triton.
 
-A tile depends on the length of a row and never on how many rows there are. So a row is always summed in the same order,
-and its result does not depend on what else is in the batch.
+Where a row is summed, its tile depends on its length alone, and is the same whatever the kernel stores. So a row is
+always summed in the same order: its result does not depend on what else is in the batch, and codes are those of the
+values. Largest values have no order, so kernels that only look for these have other tiles for many rows than for few.
+
+The numbers are the best of what `benchmarks/triton_tiles.py` measured on an H200 in bfloat16, with rows of 2048, 4096,
+5120 and 8192, one to 32768 of them; between near equals, those that need the fewest rules.
 """
 
 from dataclasses import dataclass
@@ -10,11 +14,35 @@ from functools import cache
 # Elements of a row that are kept in registers at most: 32 for each thread of 16 warps.
 _LONGEST_TILE = 16384
 _LONG_ROW_BLOCK = 8192
+_LONG_ROW_WARPS = 16
 _SMALLEST_TILE = 2048
 _ELEMENTWISE_TILE = 1024
 _HEADS_TILE = 1024
-_PER_THREAD = 16
 _WIDEST_WARP = 64  # threads, on AMD devices
+MANY_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a kernel that reduces rows holds one.
+
+    Attributes:
+        in_one: Elements for each thread, where a row is worked on in one part.
+        in_two: The same where it is worked on in two; 0: it never is.
+        few_in_one: Whether a row is worked on in one part where there are few (less than `MANY_ROWS`).
+        fewest_warps: Warps per program at least.
+    """
+
+    in_one: int
+    in_two: int
+    few_in_one: bool = False
+    fewest_warps: int = 4
+
+
+NORM = Kind(32, 16)
+ADD_NORM = Kind(32, 0, fewest_warps=8)
+CODES = Kind(32, 32, few_in_one=True)
+GATED_CODES = Kind(16, 16, few_in_one=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +57,7 @@ class Tile:
         tail: Elements of a row behind `block` that are worked on with it, a power of two, or 0. A row of 5120 is 4096
             and 1024, where the next power of two would leave three of eight threads idle.
         resident: Programs per multiprocessor, each of which works on many tiles; 0: one program per tile.
-        early: Whether the kernel is loaded before its predecessor has ended, where the device can do that.
+        early: Whether the kernel is loaded before its predecessor has ended, where the device can (`kernels.order`).
     """
 
     rows: int
@@ -38,7 +66,7 @@ class Tile:
     warps: int
     tail: int = 0
     resident: int = 0
-    early: bool = False
+    early: bool = True
 
 
 def power_of_two(length: int) -> int:
@@ -46,37 +74,48 @@ def power_of_two(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()
 
 
-def _warps(elements: int) -> int:
-    return min(16, max(4, power_of_two(elements // (32 * _PER_THREAD))))
+def _warps(elements: int, per_thread: int, fewest: int) -> int:
+    return min(16, max(fewest, elements // (32 * per_thread)))
 
 
 @cache
-def row_tile(length: int | None) -> Tile:
-    """Tile for a kernel that reduces rows of `length` elements (None: unknown while a kernel is traced)."""
+def row_tile(length: int | None, kind: Kind, many: bool = False) -> Tile:
+    """Tile for a kernel that reduces rows of `length` elements (None: unknown while a kernel is traced).
+
+    Args:
+        length: Elements of a row.
+        kind: The kind of kernel.
+        many: Whether there are many rows. Only tiles of kernels that sum nothing depend on it.
+    """
     if length is None or length > _LONGEST_TILE:
-        return Tile(1, _LONG_ROW_BLOCK, False, _warps(_LONG_ROW_BLOCK))
+        return Tile(1, _LONG_ROW_BLOCK, False, _LONG_ROW_WARPS)
     block = power_of_two(length)
     if block <= _SMALLEST_TILE:
-        return Tile(_SMALLEST_TILE // block, block, True, _warps(_SMALLEST_TILE))
+        return Tile(_SMALLEST_TILE // block, block, True, _warps(_SMALLEST_TILE, kind.in_one, kind.fewest_warps))
     tail = power_of_two(length - block // 2)
-    if tail <= block // 4:
-        warps = _warps(block // 2)
+    if tail <= block // 4 and kind.in_two and (many or not kind.few_in_one):
+        warps = _warps(block // 2, kind.in_two, kind.fewest_warps)
         # Not fewer elements than threads: see `add_rms_norm_kernel`.
         return Tile(1, block // 2, True, warps, max(tail, _WIDEST_WARP * warps))
-    return Tile(1, block, True, _warps(block))
+    return Tile(1, block, True, _warps(block, kind.in_one, kind.fewest_warps))
 
 
 @cache
-def elementwise_tile(length: int | None, wide: bool = False) -> Tile:
+def elementwise_tile(length: int | None, gate: bool, codes: bool) -> Tile:
     """Tile for an elementwise kernel over rows of `length` elements (None: unknown while a kernel is traced).
 
     Args:
         length: Elements of a row of the output.
-        wide: Whether so little is read for each element that a program needs twice as many.
+        gate: Whether there is a gate, and so twice as much to read for each element.
+        codes: Whether codes are stored.
     """
-    most = _ELEMENTWISE_TILE * (1 + wide)
+    most, warps = _ELEMENTWISE_TILE, 4
+    if not gate:
+        most *= 2
+    elif codes and length and length % (2 * most) == 0:
+        most, warps = 2 * most, 8
     block = most if length is None else min(most, power_of_two(length))
-    return Tile(most // block, block, length is not None and length <= block, 4)
+    return Tile(most // block, block, length is not None and length <= block, warps)
 
 
 @cache

@@ -29,6 +29,12 @@ def _squares(h, columns, variance_size, partial: tl.constexpr):
 
 
 @triton.jit
+def _inverse_root(total, variance_size, epsilon):
+    """`1 / sqrt(mean + epsilon)` in float32: Triton's launcher passes epsilon as float32, Inductor's as float64."""
+    return tl.rsqrt(total / variance_size + tl.cast(epsilon, tl.float32))
+
+
+@triton.jit
 def _weight(weight, columns, hidden, has_weight: tl.constexpr):
     if has_weight:
         return tl.load(weight + columns, mask=columns < hidden, other=0.0)
@@ -100,7 +106,7 @@ def _norm_rows(
         if tail:
             w_behind = _weight(weight, behind, hidden, has_weight)
             total += summed(_squares(h_behind, behind, variance_size, partial), tile_rows)
-        scale = tl.rsqrt(total / variance_size + epsilon)
+        scale = _inverse_root(total, variance_size, epsilon)
         h = _scaled(h, scale, w, x, has_weight)
         if tail:
             h_behind = _scaled(h_behind, scale, w_behind, x, has_weight)
@@ -120,7 +126,7 @@ def _norm_rows(
             at = start + columns
             h = _read(x, x_residual, residual, at, live & (at < hidden), has_residual)
             squares += _squares(h, at, variance_size, True)
-        scale = tl.rsqrt(summed(squares, tile_rows) / variance_size + epsilon)
+        scale = _inverse_root(summed(squares, tile_rows), variance_size, epsilon)
         again = x
         if has_residual:
             again = residual

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 from triton.compiler import CompiledKernel
 
-from irframework_triton_kernels.kernels import codes
+from irframework_triton_kernels.kernels import codes, order
 from irframework_triton_kernels.tiles import Tile
 
 NAMESPACE = "irframework_triton_kernels"
@@ -46,7 +46,7 @@ def abilities(device: int | None) -> Abilities:
         return Abilities(False, False, False)
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "cuda":
-        return Abilities(target.arch >= 89, target.arch >= 90, True)
+        return Abilities(target.arch >= 89, target.arch >= 90 and order.CAN_WAIT, True)
     return Abilities(target.backend == "hip" and target.arch == "gfx950", False, False)
 
 
@@ -175,6 +175,8 @@ def launch(
     """
     first = tensors[0]
     if not is_plain(first):
+        # Never early: Inductor (2.11 and 2.13) has no way to say so where it launches, and an instruction with effects,
+        # as the wait is one, makes it believe that the kernel overwrites all of its arguments.
         wrap_triton(kernel)[(tiles,)](*tensors, count, *numbers, False, num_warps=tile.warps)
         return
     if not tiles:

@@ -25,7 +25,7 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
     torch_op,
 )
-from irframework_triton_kernels.tiles import Tile, elementwise_tile, row_tile
+from irframework_triton_kernels.tiles import CODES, GATED_CODES, MANY_ROWS, Tile, elementwise_tile, row_tile
 
 ACTIVATIONS: dict[str, int] = {"silu": SILU.value, "none": GELU.value, "tanh": GELU_TANH.value}
 
@@ -43,7 +43,7 @@ def _elements(
     rows, length = x2.shape[0], y.shape[-1]
     if static(length) == 0:
         return
-    tile = tile or elementwise_tile(static(length), activation == NO_GATE.value)
+    tile = tile or elementwise_tile(static(length), activation != NO_GATE.value, codes != VALUES.value)
     tensors = (x2, y, x2 if scale is None else scale)
     numbers = (
         length, x2.stride(0), activation, codes, codes != 0 and y.dtype is FP8, tile.rows, tile.block,
@@ -58,7 +58,9 @@ def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | No
     rows, length = x2.shape[0], q.shape[-1]
     if static(length) == 0:
         return
-    tile = tile or row_tile(static(length))
+    if tile is None:
+        kind = CODES if activation == NO_GATE.value else GATED_CODES
+        tile = row_tile(static(length), kind, (static(rows) or 0) >= MANY_ROWS)
     numbers = (
         length, x2.stride(0), activation, DYNAMIC.value, q.dtype is FP8,
         tile.rows, tile.block, tile.tail, tile.whole, tile.resident,

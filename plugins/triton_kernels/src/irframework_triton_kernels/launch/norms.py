@@ -17,7 +17,7 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
     torch_op,
 )
-from irframework_triton_kernels.tiles import Tile, row_tile
+from irframework_triton_kernels.tiles import ADD_NORM, NORM, Tile, row_tile
 
 
 def _norm(
@@ -35,7 +35,7 @@ def _norm(
     rows, hidden = x2.shape
     if static(hidden) == 0:
         return
-    tile = tile or row_tile(static(hidden))
+    tile = tile or row_tile(static(hidden), NORM)
     tensors = (x2, x2 if weight is None else weight, y, x2 if scale is None else scale)
     numbers = (
         hidden, hidden if variance_size is None else variance_size, x2.stride(0), as_float(epsilon),
@@ -62,7 +62,7 @@ def _add_norm(
     rows, hidden = x2.shape
     if static(hidden) == 0:
         return
-    tile = tile or row_tile(static(hidden))
+    tile = tile or row_tile(static(hidden), ADD_NORM)
     tensors = (x2, xr2, x2 if weight is None else weight, y, residual, x2 if scale is None else scale)
     numbers = (
         hidden, hidden if variance_size is None else variance_size, x2.stride(0), xr2.stride(0), as_float(epsilon),
