@@ -127,6 +127,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_own_outputs": execution.own_outputs,
         "_refused": execution.refused,
         "_note_written": execution.note_written,
+        "_increment_version": torch.autograd.graph.increment_version,
         "_inference_mode": torch.is_inference_mode_enabled,
         "_predicate_raised": dispatch.predicate_raised,
         "_modes": _python_dispatch,
@@ -293,6 +294,18 @@ class _Writer:
             seen.append(name)
         return " and ".join(tests)
 
+    def _note_written(self, indent: str, given: tuple[str, ...]) -> list[str]:
+        """Count the write for autograd. Outside inference mode all that was given has a counter: `_may_overwrite`."""
+        noted = f"_note_written({', '.join(given)})"
+        if any(name in self.optional for name in given):
+            return [f"{indent}{noted}"]
+        return [
+            f"{indent}if _inference_mode():",
+            f"{indent}    {noted}",
+            f"{indent}else:",
+            f"{indent}    _increment_version(({', '.join(given)},))",
+        ]
+
     def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
         """Call the function and return its outputs if they keep the op's promises, else repair them."""
         kept = [name for name in self.op.tensors if name not in given]
@@ -310,7 +323,7 @@ class _Writer:
                 lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")
             lines += [f"{indent}    _refused(_op, {everything}, _error)", f"{indent}    raise"]
         if given:
-            lines.append(f"{indent}_note_written({', '.join(given)})")
+            lines += self._note_written(indent, given)
         repair = f"_own_outputs(_op, _result, {everything}, {self._name('_i', impl)}, {given!r})"
         if len(outputs) == 1:
             lines.append(f"{indent}_y = _result")

@@ -42,8 +42,8 @@ Plan default_rows(Source source, int64_t rows, int64_t chunks, bool aligned, con
     plan.threads = power_of_two(chunks);
   } else if (chunks <= 64) {
     plan.threads = 32;
-  } else if (chunks <= 1024 && (source != Source::plain || chunks < 256)) {
-    plan.threads = up_to_warps((chunks + 1) / 2);  // with two tensors to read, two vectors of each for every thread
+  } else if (chunks <= 1024 && (source == Source::silu || chunks < 256)) {
+    plan.threads = up_to_warps((chunks + 1) / 2);  // norms of all kinds add up alike: fused gives the bits of unfused
   } else if (chunks <= kMaxHeldThreads * 4) {
     plan.vectors = 4;
     plan.threads = up_to_warps((chunks + 3) / 4);
