@@ -162,18 +162,21 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...]) -> IrOpImpl:
-    """The functional form of an implementation, where its in-place form would need a copy that is sure to stay."""
+    """The functional form of an implementation, where its in-place form would work on copies only."""
     if impl.functional is None:
         return impl
-    for name, argument in zip(op.signature.parameters, arguments, strict=True):
-        if name in op.activations and isinstance(argument, Node):
-            root = argument
-            while views := effects_of(root).views:
-                root = views[0]
-            value = argument.meta["val"]
-            if root.op != "call_function" or not _known_equal(value.stride(), contiguous_strides(value)):
-                return impl.functional
-    return impl
+    given = zip(op.signature.parameters, arguments, strict=True)
+    activations = [node for name, node in given if name in op.activations and isinstance(node, Node)]
+    return impl.functional if all(map(_is_sure_to_be_copied, activations)) else impl
+
+
+def _is_sure_to_be_copied(argument: Node) -> bool:
+    """Whether it is the caller's and was not given away, or is not contiguous."""
+    root = argument
+    while views := effects_of(root).views:
+        root = views[0]
+    value = argument.meta["val"]
+    return root.op != "call_function" or not _known_equal(value.stride(), contiguous_strides(value))
 
 
 def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -144,16 +144,16 @@ def all_calls_and_providers(kernels: str = "vllm_c") -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("call", "provider"), pairs)
 
 
-def same(got: Any, want: Any) -> None:
+def same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     """Equal but for the tolerance of kernels that add in another order; codes may be neighbours."""
     if isinstance(got, (tuple, list)):
         assert len(got) == len(want)
         for one, other in zip(got, want, strict=True):
-            same(one, other)
+            same(one, other, tolerance)
     elif isinstance(got, Tensor) and got.dtype == want.dtype == torch.float8_e4m3fn:
         torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=2.0**-3)
     else:
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 
 
 def copies(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,9 +5,11 @@ One command runs them all: `pytest -m cuda tests/compiler/test_cuda_graphs.py`.
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+import standard_calls
 import torch
 from compiler_support import lowered
 from standard_calls import (
@@ -45,8 +47,7 @@ def _fakes() -> Iterator[None]:
         yield
 
 
-def same(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+same = partial(standard_calls.same, tolerance=1e-4)
 
 
 def fill(arguments: tuple[Any, ...], other: tuple[Any, ...]) -> None:

@@ -118,9 +118,8 @@ def elementwise_tile(length: int | None, gate: bool, codes: bool) -> Tile:
     return Tile(most // block, block, length is not None and length <= block, warps)
 
 
-@cache
 def heads_tile(half: int, heads: int) -> Tile:
-    """Tile for rotating `heads` heads of one token, with `half` angles each."""
+    """Tile for rotating `heads` heads of one token, with `half` angles each. The numbers may be symbolic."""
     block = power_of_two(half)
     rows = max(1, min(power_of_two(heads), _HEADS_TILE // block))
     return Tile(rows, block, True, 4 if rows * block > 256 else 1)
