@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from irframework.errors import PlatformError, suggest
+from irframework.errors import DeviceUnavailableError, PlatformError, suggest
 from irframework.registry import registry
 from irframework.settings import settings
 
@@ -228,3 +228,20 @@ def as_lists(value: Any) -> dict[str, tuple[str, ...]]:
     return {
         op: tuple(name.removesuffix("?") for name in parse_providers(providers, op)) for op, providers in items.items()
     }
+
+
+def usable_device(device: str | None = None) -> str:
+    """A device that tensors with data can be on, by default the current platform's.
+
+    Raises:
+        DeviceUnavailableError: torch cannot use it here.
+    """
+    where = device or current_platform().device_types[0]
+    try:
+        torch.empty(1, device=where)
+        if torch.device(where).type == "meta":
+            raise RuntimeError("tensors on it hold no data")
+    except Exception as error:
+        first = str(error).splitlines()[0]
+        raise DeviceUnavailableError(f"Device {where!r} cannot be used here: {first}") from error
+    return where

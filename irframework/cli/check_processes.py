@@ -46,9 +46,10 @@ def check_in_processes(
         UnknownProviderError: The provider has no implementation of any of the ops.
         DeviceUnavailableError: torch cannot use the device here.
     """
-    from irframework.testing.check import implementations, usable
+    from irframework.platform import usable_device
+    from irframework.testing.check import implementations
 
-    where = usable(device)
+    where = usable_device(device)
     impls = implementations(provider, ops)
 
     def check(impl: IrOpImpl) -> Conformance:

@@ -26,12 +26,12 @@ from irframework.cli.benchmarking import (
 from irframework.dispatch import why_never
 from irframework.errors import (
     ArgumentError,
-    DeviceUnavailableError,
     IrError,
     NothingToMeasureError,
     UnknownProviderError,
     suggest,
 )
+from irframework.platform import usable_device
 from irframework.priority import priority
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def measure(
         ArgumentError: The op refuses a shape.
         NothingToMeasureError: None of the contestants takes any of the calls.
     """
-    _check_device(device)
+    usable_device(device)
     asked = _asked(op, contestants)
     clock = clock_for(device)
     result = Benchmark(op.name, (device, _name_of(device)), clock.how, copy_bandwidth(device, clock), clock.cache)
@@ -188,16 +188,6 @@ def _asked(op: IrOp, contestants: Sequence[str]) -> list[str]:
         if name not in known:
             raise UnknownProviderError(f"Op {op.name!r} has no provider {name!r}.{suggest(name, known)}")
     return list(dict.fromkeys(contestants)) or known
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-        if torch.device(device).type == "meta":
-            raise RuntimeError("tensors on it hold no data")
-    except Exception as error:
-        first = str(error).splitlines()[0]
-        raise DeviceUnavailableError(f"Device {device!r} cannot be used here: {first}") from error
 
 
 def _name_of(device: str) -> str:

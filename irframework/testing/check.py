@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from irframework.contract import RULES, raises
-from irframework.errors import ArgumentError, DeviceUnavailableError, UnknownProviderError, suggest
+from irframework.errors import ArgumentError, UnknownProviderError, suggest
 from irframework.op import NATIVE, IrOp
+from irframework.platform import usable_device
 from irframework.registry import all_ops, find_op, load_plugins
 from irframework.testing import compiled, overhead, repetition, streams, symbolic_rows, trial
 from irframework.testing.findings import DeviceLostError, Findings, check_alive
@@ -60,7 +61,7 @@ def check_impl(
         raise UnknownProviderError(
             f"Provider {provider!r} has no implementation of op {found.name!r}.{suggest(provider, impls)}"
         )
-    return _check(impls[provider], usable(device), _named(rules), told)
+    return _check(impls[provider], usable_device(device), _named(rules), told)
 
 
 def check_provider(
@@ -88,7 +89,7 @@ def check_provider(
         DeviceUnavailableError: torch cannot use the device here.
         ArgumentError: There is no rule of that name.
     """
-    where, wanted = usable(device), _named(rules)
+    where, wanted = usable_device(device), _named(rules)
     return [_check(impl, where, wanted, told) for impl in implementations(provider, ops)]
 
 
@@ -121,23 +122,6 @@ def _named(rules: Iterable[str] | None) -> tuple[str, ...]:
     for rule in sorted(wanted - RULES.keys()):
         raise ArgumentError(f"There is no rule {rule!r}.{suggest(rule, RULES)}")
     return tuple(rule for rule in RULES if rule in wanted)
-
-
-def usable(device: str | None) -> str:
-    """The device, or the current platform's.
-
-    Raises:
-        DeviceUnavailableError: torch cannot use it here.
-    """
-    from irframework.platform import current_platform
-
-    where = device or current_platform().device_types[0]
-    try:
-        torch.empty(1, device=where)
-    except Exception as error:
-        first = str(error).splitlines()[0]
-        raise DeviceUnavailableError(f"Device {where!r} cannot be used here: {first}") from error
-    return where
 
 
 def _why_not_tried(impl: IrOpImpl, device: str) -> str | None:
