@@ -43,6 +43,8 @@ def _problems_of_wheel(path: Path) -> list[str]:
         problems.append(f"{path.name}: the core holds no kernels")
     if path.name.startswith("irframework_vllm_c-") and not libraries:
         problems.append(f"{path.name} holds no kernels")
+    if path.name.startswith("irframework_xpu_sycl-") and not any(name.endswith("/csrc/kernels.cpp") for name in names):
+        problems.append(f"{path.name} lacks the SYCL kernels, which are compiled where they run")
     here = str(Path.cwd()).encode()
     problems += [
         f"{path.name}: {name} holds a path of this machine" for name, data in libraries.items() if here in data
@@ -61,8 +63,10 @@ def _problems_of_sdist(path: Path) -> list[str]:
     problems = [f"{path.name}: {m.name} is a link out of the sdist" for m in members if m.issym() or m.islnk()]
     if not any(name.count("/") == 1 and name.endswith("/LICENSE") for name in names):
         problems.append(f"{path.name} holds no licence")
-    if path.name.startswith("irframework_vllm_c-") and not any("/csrc/cpu/" in name for name in names):
-        problems.append(f"{path.name} lacks csrc/cpu, so that it cannot build by itself")
+    sources = {"irframework_vllm_c": ("common", "cpu", "cuda"), "irframework_xpu_sycl": ("",)}
+    for part in sources.get(path.name.split("-")[0], ()):
+        if not any(f"/csrc/{part}" in name for name in names):
+            problems.append(f"{path.name} lacks csrc/{part}, so that it cannot build by itself")
     if any(part in name.split("/") for name in names for part in (".venv", "__pycache__", "_build", "build")):
         problems.append(f"{path.name} holds build output")
     return problems
