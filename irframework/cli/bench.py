@@ -64,10 +64,9 @@ def _dtypes(text: str) -> tuple[str, ...]:
 
 
 def _rounds(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"must be at least 2, since one measurement has no spread; not {value}")
-    return value
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"must be at least 2, since one measurement has no spread; not {text!r}")
+    return int(text)
 
 
 def _picture(text: str) -> Path:
@@ -96,8 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = measure(op, arguments.shapes, dtypes, device, arguments.provider, arguments.rounds)
     if arguments.plot is not None:
         from irframework.cli.bench_plot import draw
+        from irframework.errors import ArgumentError
 
-        draw(found, arguments.plot)
+        try:
+            draw(found, arguments.plot)
+        except OSError as error:
+            raise ArgumentError(f"--plot: {str(arguments.plot)!r} cannot be written: {error.strerror}.") from error
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from irframework.testing import Conformance
 
+_LONGEST = 86400.0  # a day, in seconds; waiting for a process has a limit of its own, which an infinity breaks
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
@@ -24,16 +26,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rule", action="append", default=[], help="only this rule; may be given several times")
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=_jobs,
         default=0,
         metavar="N",
         help="check each implementation in a process of its own, N at a time: a crash or a hang is a finding",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="with --jobs: seconds for one implementation (60)"
+        "--timeout", type=_seconds, default=60.0, metavar="S", help="with --jobs: seconds for one implementation (60)"
     )
     parser.add_argument("--note-calls", help=argparse.SUPPRESS)  # the file that a process of --jobs leaves behind
     parser.add_argument("--verbose", action="store_true", help="show every rule, not only those that are broken")
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, 0 for this process alone; not {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _LONGEST:
+        raise argparse.ArgumentTypeError(f"must be more than 0 seconds and at most {_LONGEST:.0f}; not {text!r}")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:

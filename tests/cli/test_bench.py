@@ -142,6 +142,15 @@ def test_the_plot_is_a_picture(op: ir.IrOp, tmp_path: Path) -> None:
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra 'plot'")
+def test_a_plot_that_cannot_be_written_is_an_error(as_json: Json, op: ir.IrOp, tmp_path: Path) -> None:
+    file = tmp_path / "directory.png"
+    file.mkdir()
+    code, document = as_json("bench", op.name, "--plot", str(file), *QUICK)
+    assert (code, document["error"]["type"]) == (1, "ArgumentError")
+    assert "directory.png' cannot be written: Is a directory" in document["error"]["message"]
+
+
 def test_without_matplotlib_the_plot_is_refused_before_anything_runs(
     as_json: Json, op: ir.IrOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:

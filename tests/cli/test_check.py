@@ -91,6 +91,26 @@ def test_a_wrong_name_is_an_error(as_json: Json, arguments: tuple[str, ...], kin
     assert (code, document["error"]["type"]) == (1, kind)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--jobs", "-3"),
+        ("--jobs", "two"),
+        ("--timeout", "0"),
+        ("--timeout", "nan"),
+        ("--timeout", "inf"),
+        ("--timeout", "soon"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["check", "native", *arguments])
+    assert left.value.code == 2
+    assert f"not {arguments[1]!r}" in capsys.readouterr().err
+
+
 def test_a_plugin_that_lies_is_named_with_its_version(
     distribution: Callable[..., Any], process: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

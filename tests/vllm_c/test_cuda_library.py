@@ -131,6 +131,12 @@ def test_a_library_that_does_not_load_is_reported_with_the_loader_s_reason(
     assert re.search(r"does not load into torch .*\(CUDA 13.0\): .*(invalid ELF header|file too short)", message)
 
 
+def test_a_library_that_is_another_s_is_refused() -> None:
+    assert "is not the library of this irframework-vllm-c" in refusal(
+        lambda: library._cuda_versions(library.load_cpu_kernels())
+    )
+
+
 def test_where_the_cuda_kernels_do_not_load_the_provider_still_has_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> str:
         raise library.KernelsNotLoadedError("built for another torch")

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,3 +105,31 @@ def test_meta_tensors_never_reach_the_kernels(op: str) -> None:
     result = getattr(torch.ops.irframework_vllm_c, op).default(*moved)
     outputs = result if isinstance(result, tuple) else (result,)
     assert all(output is None or output.is_meta for output in outputs)
+
+
+def loaded_from(monkeypatch: pytest.MonkeyPatch, file) -> None:
+    spec = library.importlib.util.spec_from_file_location("irframework_vllm_c._C_cpu", file)
+    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: spec)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.02, 0.9])
+def test_a_library_that_is_cut_short_is_refused_before_the_loader_touches_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, share: float
+) -> None:
+    def loader(path: str) -> None:
+        pytest.fail("would be killed by a bus error")
+
+    whole = Path(library.load_cpu_kernels()).read_bytes()
+    short = tmp_path / "_C_cpu.so"
+    short.write_bytes(whole[: int(len(whole) * share)])
+    loaded_from(monkeypatch, short)
+    monkeypatch.setattr(torch.ops, "load_library", loader)
+    with pytest.raises(library.KernelsNotLoadedError, match=r"_C_cpu.so is cut short: .* Reinstall"):
+        library.load_cpu_kernels.__wrapped__()
+
+
+def test_a_library_of_other_ops_is_refused_with_those_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_from(monkeypatch, library.load_cpu_kernels())
+    monkeypatch.setattr(library, "NAMESPACE", "irframework_vllm_c_of_another_version")
+    with pytest.raises(library.KernelsNotLoadedError, match=r"is not the library of .* it lacks rms_norm, "):
+        library.load_cpu_kernels.__wrapped__()

@@ -7,8 +7,10 @@ import ctypes
 import functools
 import importlib.util
 import platform
+import struct
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,13 +40,14 @@ def load_cpu_kernels() -> str:
             "build from source with `pip install --no-build-isolation -e plugins/vllm_c`"
         )
     try:
+        _check_whole(spec.origin)
         torch.ops.load_library(spec.origin)
     except OSError as error:
         raise KernelsNotLoadedError(
             f"{spec.origin} does not load into torch {torch.__version__} on {platform.machine()}: "
             f"{error.__cause__ or error}. It needs torch >= 2.11; reinstall irframework-vllm-c for this environment"
         ) from error
-    _register_fakes()
+    _register_fakes(spec.origin)
     return spec.origin
 
 
@@ -77,6 +80,7 @@ def load_cuda_kernels() -> str:
         why = f": {said[-1].message}" if said else ""
         raise KernelsNotLoadedError(f"no CUDA device can be used here{why}")
     try:
+        _check_whole(spec.origin)
         torch.ops.load_library(spec.origin)
     except OSError as error:
         raise KernelsNotLoadedError(
@@ -91,9 +95,34 @@ def load_cuda_kernels() -> str:
     return spec.origin
 
 
+def _check_whole(path: str) -> None:
+    """A library cut short must not reach the loader: it maps what is missing, and touching that kills the process."""
+    with Path(path).open("rb") as file:
+        start = file.read(64)
+        if len(start) < 64 or start[:6] != b"\x7fELF\x02\x01":
+            return  # not 64-bit little-endian ELF: the loader says so
+        table, size, count = struct.unpack_from("<32xQ14xHH", start)
+        file.seek(table)
+        headers = file.read(size * count)
+    needed = table + size * count
+    if size == 56 and count and len(headers) == size * count:
+        needed = max(offset + held for _, _, offset, _, _, held, _, _ in struct.iter_unpack("<2L6Q", headers))
+    there = Path(path).stat().st_size
+    if there < needed:
+        raise KernelsNotLoadedError(
+            f"{path} is cut short: it holds {there} of at least {needed} bytes. Reinstall irframework-vllm-c"
+        )
+
+
 def _cuda_versions(path: str) -> tuple[int, int]:
     runtime, driver = ctypes.c_int(), ctypes.c_int()
-    ctypes.CDLL(path).irframework_vllm_c_cuda_versions(ctypes.byref(runtime), ctypes.byref(driver))
+    try:
+        read = ctypes.CDLL(path).irframework_vllm_c_cuda_versions
+    except AttributeError as error:
+        raise KernelsNotLoadedError(
+            f"{path} is not the library of this irframework-vllm-c: {error}. Reinstall it"
+        ) from error
+    read(ctypes.byref(runtime), ctypes.byref(driver))
     return runtime.value, driver.value
 
 
@@ -216,7 +245,7 @@ def _nothing(*_: object) -> None:
     return None
 
 
-def _register_fakes() -> None:
+def _register_fakes(path: str) -> None:
     """Shapes and dtypes of the ops' results. All results are contiguous."""
     fakes: dict[str, Callable[..., object]] = {
         "rms_norm": _like,
@@ -235,5 +264,11 @@ def _register_fakes() -> None:
         "silu_and_mul_static_quant_fp8": _gated_codes,
         "silu_and_mul_dynamic_quant_fp8": _gated_codes_and_scales,
     }
+    # Asked before any is registered: a second attempt must find the same fault.
+    missing = [name for name in fakes if not hasattr(getattr(torch.ops, NAMESPACE), name)]
+    if missing:
+        raise KernelsNotLoadedError(
+            f"{path} is not the library of this irframework-vllm-c: it lacks {', '.join(missing)}. Reinstall it"
+        )
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
