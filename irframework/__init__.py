@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from irframework import compiler, errors, ops
+    from irframework import compiler, errors, ops, testing
     from irframework.compiler import install, last_report
     from irframework.conditions import supports
     from irframework.config import IrOpPriorityConfig, KernelConfig, add_cli_args, configure, current_config
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 IMPORTED_AT = time.time()  # plugins import this package first: older files are what this process has loaded
 
-_MODULES = ("compiler", "errors", "integrations", "ops")
+_MODULES = ("compiler", "errors", "integrations", "ops", "testing")
 _NAMES = {
     "Candidate": "decision",
     "Decision": "decision",
@@ -88,6 +88,7 @@ __all__ = [
     "register_op",
     "reject",
     "supports",
+    "testing",
 ]
 
 

@@ -367,7 +367,15 @@ def test_stopping_the_search_stops_the_command(tmp_path: Path, number: signal.Si
     pid_file = tmp_path / "pid"
     body = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
     command = [sys.executable, "-m", "irframework", "bisect", "--", sys.executable, "-c", body]
-    searching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    searching = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where the tests run in the background
+    )
     for _ in range(600):
         if pid_file.exists() and pid_file.read_text():
             break
