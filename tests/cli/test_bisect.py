@@ -374,7 +374,7 @@ def test_stopping_the_search_stops_the_command(tmp_path: Path, number: signal.Si
         text=True,
         preexec_fn=lambda: signal.signal(
             signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where the tests run in the background
+        ),  # ignored in a background job
     )
     for _ in range(600):
         if pid_file.exists() and pid_file.read_text():
