@@ -372,9 +372,7 @@ def test_stopping_the_search_stops_the_command(tmp_path: Path, number: signal.Si
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored in a background job
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a background job
     )
     for _ in range(600):
         if pid_file.exists() and pid_file.read_text():
