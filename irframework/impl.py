@@ -119,7 +119,14 @@ class IrOpImpl:
         """
         if self._functional is None and self._functional_fn is not None:
             self._functional = replace(
-                self, fn=self._functional_fn, inplace=False, _functional_fn=None, _digest=None, _apply=None
+                self,
+                fn=self._functional_fn,
+                inplace=False,
+                proven=False,  # what was seen of the in-place form says nothing of this one
+                shares=False,
+                _functional_fn=None,
+                _digest=None,
+                _apply=None,
             )
         return self._functional
 

@@ -83,14 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     from irframework.cli.benchmarking import freed_memory_is_kept
     from irframework.cli.contestants import measure
     from irframework.cli.tables import progress
-    from irframework.platform import current_platform
+    from irframework.platform import usable_device
     from irframework.registry import find_op
 
     op = find_op(arguments.op)
     if arguments.plot is not None:
         _check_plotting()
     dtypes = [dtype_called(name) for name in arguments.dtypes]
-    device = arguments.device or current_platform().device_types[0]
+    device = usable_device(arguments.device)
     with progress(f"measuring {op.name} on {device}"), freed_memory_is_kept():
         found = measure(op, arguments.shapes, dtypes, device, arguments.provider, arguments.rounds)
     if arguments.plot is not None:

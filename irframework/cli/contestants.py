@@ -31,7 +31,6 @@ from irframework.errors import (
     UnknownProviderError,
     suggest,
 )
-from irframework.platform import usable_device
 from irframework.priority import priority
 
 if TYPE_CHECKING:
@@ -158,18 +157,16 @@ def measure(
         op: The op; it has an input generator.
         shapes: Of the op's first activation.
         dtypes: Of the activations.
-        device: Where.
+        device: Where; one that can be used.
         contestants: Providers, or `inductor`; none means all that are supported here.
         rounds: How often each is measured.
 
     Raises:
         UnknownProviderError: A contestant has no implementation of the op.
-        DeviceUnavailableError: torch cannot use the device.
         InvalidOpError: The op has no input generator.
         ArgumentError: The op refuses a shape.
         NothingToMeasureError: None of the contestants takes any of the calls.
     """
-    usable_device(device)
     asked = _asked(op, contestants)
     clock = clock_for(device)
     result = Benchmark(op.name, (device, _name_of(device)), clock.how, copy_bandwidth(device, clock), clock.cache)
