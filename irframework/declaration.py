@@ -17,7 +17,16 @@ from irframework.op import NATIVE, IrOp
 from irframework.registry import registry
 
 # torch.ops has the first two; the others are modules of irframework.ops.
-_RESERVED_OPS = ("donate", "name", "layernorm", "activation", "rotary", "quantization", "fused_quantization")
+_RESERVED_OPS = (
+    "donate",
+    "name",
+    "layernorm",
+    "activation",
+    "rotary",
+    "quantization",
+    "fused_quantization",
+    "kv_cache",
+)
 
 
 @overload

@@ -15,6 +15,7 @@ from irframework.ops.fused_quantization import (
     silu_and_mul_dynamic_quant_fp8,
     silu_and_mul_static_quant_fp8,
 )
+from irframework.ops.kv_cache import reshape_and_cache, rotary_embedding_reshape_and_cache
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8
 from irframework.ops.rotary import rotary_embedding
@@ -29,10 +30,12 @@ __all__ = [
     "fused_add_rms_norm_dynamic_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8",
     "gelu_and_mul",
+    "reshape_and_cache",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
+    "rotary_embedding_reshape_and_cache",
     "silu_and_mul",
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
