@@ -24,8 +24,8 @@ def reshape_and_cache(
 ) -> tuple[Tensor, Tensor]:
     """Write the keys and values of tokens to their slots in a paged cache.
 
-    `key_cache[slot // block_size, slot % block_size] = key[token]`, where `slot = slot_mapping[token]`; so for values. A
-    token with a negative slot is left out, as padding is. Values are copied bit for bit.
+    `key_cache[slot // block_size, slot % block_size] = key[token]`, where `slot = slot_mapping[token]`; so for values.
+    A token with a negative slot is left out, as padding is. Values are copied bit for bit.
 
     Args:
         key: `[tokens, kv_heads, head_size]` or `[tokens, kv_heads * head_size]`, floating point; rows may be parts of
@@ -139,12 +139,12 @@ def rotary_embedding_reshape_and_cache(
 
 
 def _state(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Caches with room for some more tokens than there are, in blocks of 4, and slots in no order."""
-    blocks = 1 << max(0, -(-tokens // 4) - 1).bit_length()
+    """Caches with room for more tokens than there are, in blocks of 2, and slots in no order."""
+    blocks = 1 << max(0, tokens - 1).bit_length()
     head_size = 64 if width % 64 == 0 else width
-    shape = (blocks, 4, width // max(head_size, 1), head_size)
+    shape = (blocks, 2, width // max(head_size, 1), head_size)
     caches = [torch.randn(shape, dtype=dtype, device=device) for _ in range(2)]
-    return caches[0], caches[1], torch.randperm(blocks * 4, device=device)[:tokens]
+    return caches[0], caches[1], torch.randperm(blocks * 2, device=device)[:tokens]
 
 
 def _padded(slots: Tensor) -> Tensor:
