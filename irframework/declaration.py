@@ -26,6 +26,10 @@ _RESERVED_OPS = (
     "quantization",
     "fused_quantization",
     "kv_cache",
+    "gated_norm",
+    "pointwise_activation",
+    "convolution",
+    "projection",
 )
 
 

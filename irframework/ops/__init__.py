@@ -6,7 +6,15 @@ name in the registry, whoever declared it.
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from irframework.ops.activation import gelu_and_mul, silu_and_mul
+from irframework.ops.activation import (
+    fatrelu_and_mul,
+    gelu_and_mul,
+    gelu_and_mul_sparse,
+    mul_and_silu,
+    silu_and_mul,
+    swigluoai_and_mul,
+)
+from irframework.ops.convolution import conv2d, conv3d
 from irframework.ops.fused_quantization import (
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_static_quant_fp8,
@@ -15,8 +23,18 @@ from irframework.ops.fused_quantization import (
     silu_and_mul_dynamic_quant_fp8,
     silu_and_mul_static_quant_fp8,
 )
+from irframework.ops.gated_norm import mixer2_gated_rms_norm, rms_norm_gated
 from irframework.ops.kv_cache import reshape_and_cache, rotary_embedding_reshape_and_cache
-from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
+from irframework.ops.layernorm import (
+    fused_add_gemma_rms_norm,
+    fused_add_layer_norm,
+    fused_add_rms_norm,
+    gemma_rms_norm,
+    layer_norm,
+    rms_norm,
+)
+from irframework.ops.pointwise_activation import gelu_fast, gelu_new, quick_gelu, relu2, xielu
+from irframework.ops.projection import linear, logits, vocab_parallel_embedding
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8
 from irframework.ops.rotary import rotary_embedding
 from irframework.registry import registry as _registry
@@ -25,14 +43,31 @@ if _TYPE_CHECKING:
     from irframework.op import IrOp
 
 __all__ = [
+    "conv2d",
+    "conv3d",
     "dynamic_quant_fp8",
+    "fatrelu_and_mul",
+    "fused_add_gemma_rms_norm",
+    "fused_add_layer_norm",
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8",
     "gelu_and_mul",
+    "gelu_and_mul_sparse",
+    "gelu_fast",
+    "gelu_new",
+    "gemma_rms_norm",
+    "layer_norm",
+    "linear",
+    "logits",
+    "mixer2_gated_rms_norm",
+    "mul_and_silu",
+    "quick_gelu",
+    "relu2",
     "reshape_and_cache",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
+    "rms_norm_gated",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
     "rotary_embedding_reshape_and_cache",
@@ -40,6 +75,9 @@ __all__ = [
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
     "static_quant_fp8",
+    "swigluoai_and_mul",
+    "vocab_parallel_embedding",
+    "xielu",
 ]
 
 
