@@ -6,10 +6,11 @@ op itself: see `op.py`.
 
 import inspect
 import keyword
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 from irframework import dispatcher, torch_ops
+from irframework import optional_outputs as optional
 from irframework.conditions import Supports
 from irframework.errors import ConditionError, DuplicateOpError, InvalidOpError, ReservedNameError, suggest
 from irframework.impl import IrOpImpl, declared_again, place_of
@@ -26,6 +27,12 @@ _RESERVED_OPS = (
     "quantization",
     "fused_quantization",
     "kv_cache",
+    "packed_sequences",
+    "softmax_attention",
+    "encoder_attention",
+    "latent_attention",
+    "block_quantization",
+    "multimodal_rotary",
     "gated_norm",
     "pointwise_activation",
     "convolution",
@@ -42,6 +49,7 @@ def register_op(
     activations: Iterable[str] | None = None,
     allow_inplace: bool = False,
     fuse: bool | Supports = False,
+    optional_outputs: Mapping[int, str] | None = None,
 ) -> Callable[[Callable[..., Any]], IrOp]: ...
 def register_op(
     fn: Callable[..., Any] | None = None,
@@ -51,6 +59,7 @@ def register_op(
     activations: Iterable[str] | None = None,
     allow_inplace: bool = False,
     fuse: bool | Supports = False,
+    optional_outputs: Mapping[int, str] | None = None,
 ) -> IrOp | Callable[[Callable[..., Any]], IrOp]:
     """Declare an op by its plain torch function (a decorator, with or without arguments).
 
@@ -65,6 +74,8 @@ def register_op(
         allow_inplace: Give the op a `maybe_inplace` form, and let implementations overwrite the activations.
         fuse: True if compiled graphs that compute this function's body may be replaced by the op; `ir.supports(...)`
             also states which arguments the op's kernels may then be given. No pass of this version reads it yet.
+        optional_outputs: Outputs that may be None, each with the parameter that decides: `{1: "key"}` says that output
+            1 is None exactly when the argument `key` is. Such an output is annotated `Tensor | None`.
 
     Returns:
         The op.
@@ -85,7 +96,7 @@ def register_op(
             )
         given = (activations,) if isinstance(activations, str) else activations
         _check_options(called, given, allow_inplace, fuse)
-        return _declare(native, called, given, allow_inplace, fuse)
+        return _declare(native, called, given, allow_inplace, fuse, optional_outputs)
 
     return decorate if fn is None else decorate(fn)
 
@@ -104,6 +115,7 @@ def _declare(
     activations: Iterable[str] | None,
     allow_inplace: bool,
     fuse: bool | Supports,
+    absent: object,
 ) -> IrOp:
     place = place_of(native)
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
@@ -121,6 +133,7 @@ def _declare(
         if inspect.iscoroutinefunction(native) or inspect.isgeneratorfunction(native):
             raise InvalidOpError(f"Op {name!r} ({place}): its function must return its result, not a coroutine.")
         signature, schema = torch_ops.schema_of(native, name, place)
+        nothing = optional.check(f"Op {name!r} ({place})", absent, signature)
         tensors = torch_ops.tensor_parameters(signature)
         given = (
             tuple(n for n in tensors if n.startswith("x")) if activations is None else tuple(dict.fromkeys(activations))
@@ -142,8 +155,8 @@ def _declare(
             except ConditionError as error:
                 raise ConditionError(f"Op {name!r} ({place}), fuse=...: {error}") from None
         if earlier is not None:
-            return _redeclare(earlier, native, schema, given, allow_inplace, fuse, place)
-        op: IrOp = dispatcher.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse)
+            return _redeclare(earlier, native, schema, given, allow_inplace, fuse, nothing, place)
+        op: IrOp = dispatcher.class_of(IrOp)(name, native, signature, schema, given, allow_inplace, fuse, nothing)
         handle = torch_ops.define(op)
         registry.ops[name] = op
         if registry.transaction is not None:
@@ -160,11 +173,12 @@ def _redeclare(
     activations: tuple[str, ...],
     allow_inplace: bool,
     fuse: bool | Supports,
+    nothing: dict[int, str],
     place: str,
 ) -> IrOp:
     """A module was reloaded: keep the object that models hold, and give it the new body."""
-    before = f"{op.name}{op.schema}, activations={op.activations}, allow_inplace={op.allow_inplace}"
-    now = f"{op.name}{schema}, activations={activations}, allow_inplace={allow_inplace}"
+    before = _as_declared(op.name, op.schema, op.activations, op.allow_inplace, op.optional_outputs)
+    now = _as_declared(op.name, schema, activations, allow_inplace, nothing)
     if now != before:
         raise DuplicateOpError(
             f"Op {op.name!r} was declared again at {place} in another way.\n  before: {before} ({op.source})\n"
@@ -177,6 +191,11 @@ def _redeclare(
     op.registered[NATIVE] = IrOpImpl(op, NATIVE, native, batch_invariant=True, plugin=op.plugin, source=place)
     registry.changed()
     return op
+
+
+def _as_declared(name: str, schema: str, activations: object, allow_inplace: bool, nothing: dict[int, str]) -> str:
+    absent = f", optional_outputs={nothing}" if nothing else ""
+    return f"{name}{schema}, activations={activations}, allow_inplace={allow_inplace}{absent}"
 
 
 def _remove(name: str, handle: torch_ops.Handle) -> None:

@@ -14,7 +14,15 @@ from irframework.ops.activation import (
     silu_and_mul,
     swigluoai_and_mul,
 )
+from irframework.ops.block_quantization import (
+    dequant,
+    dequant_nvfp4,
+    dynamic_quant_int8,
+    group_quant_fp8,
+    quant_nvfp4,
+)
 from irframework.ops.convolution import conv2d, conv3d
+from irframework.ops.encoder_attention import mm_encoder_attention, rel_pos_attention
 from irframework.ops.fused_quantization import (
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_static_quant_fp8,
@@ -25,6 +33,7 @@ from irframework.ops.fused_quantization import (
 )
 from irframework.ops.gated_norm import mixer2_gated_rms_norm, rms_norm_gated
 from irframework.ops.kv_cache import reshape_and_cache, rotary_embedding_reshape_and_cache
+from irframework.ops.latent_attention import mla_attention
 from irframework.ops.layernorm import (
     fused_add_gemma_rms_norm,
     fused_add_layer_norm,
@@ -33,19 +42,27 @@ from irframework.ops.layernorm import (
     layer_norm,
     rms_norm,
 )
+from irframework.ops.multimodal_rotary import apply_rotary_emb, dual_chunk_rotary_embedding, mrope
 from irframework.ops.pointwise_activation import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from irframework.ops.projection import linear, logits, vocab_parallel_embedding
-from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8
+from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8, tensor_quant_fp8
 from irframework.ops.rotary import rotary_embedding
+from irframework.ops.softmax_attention import attention
 from irframework.registry import registry as _registry
 
 if _TYPE_CHECKING:
     from irframework.op import IrOp
 
 __all__ = [
+    "apply_rotary_emb",
+    "attention",
     "conv2d",
     "conv3d",
+    "dequant",
+    "dequant_nvfp4",
+    "dual_chunk_rotary_embedding",
     "dynamic_quant_fp8",
+    "dynamic_quant_int8",
     "fatrelu_and_mul",
     "fused_add_gemma_rms_norm",
     "fused_add_layer_norm",
@@ -57,12 +74,18 @@ __all__ = [
     "gelu_fast",
     "gelu_new",
     "gemma_rms_norm",
+    "group_quant_fp8",
     "layer_norm",
     "linear",
     "logits",
     "mixer2_gated_rms_norm",
+    "mla_attention",
+    "mm_encoder_attention",
+    "mrope",
     "mul_and_silu",
+    "quant_nvfp4",
     "quick_gelu",
+    "rel_pos_attention",
     "relu2",
     "reshape_and_cache",
     "rms_norm",
@@ -76,6 +99,7 @@ __all__ = [
     "silu_and_mul_static_quant_fp8",
     "static_quant_fp8",
     "swigluoai_and_mul",
+    "tensor_quant_fp8",
     "vocab_parallel_embedding",
     "xielu",
 ]

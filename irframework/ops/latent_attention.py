@@ -1,0 +1,210 @@
+"""Meaning of multi-head latent attention: all heads share one row of latent keys and values. Does not hold kernels."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from irframework.declaration import register_op
+from irframework.errors import ArgumentError
+from irframework.ops.layernorm import check_floating
+from irframework.ops.packed_sequences import (
+    blocks_of,
+    check_key_lengths,
+    check_offsets,
+    check_sequences,
+    collect,
+    cut,
+    from_blocks,
+    heads_of,
+    spread,
+    visible_keys,
+)
+from irframework.ops.softmax_attention import attend
+from irframework.symbolic import same_sizes
+
+
+@register_op(activations=("query_nope", "query_rope", "latent"))
+def mla_attention(
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    key_up: Tensor | None = None,
+    value_up: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    latent_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Attention of DeepSeek's models, whose keys and values are made from one latent row per token.
+
+    A latent row is `[c, k_rope]`, of `rank` and `rope` elements. Head h has the keys `[key_up[h] @ c, k_rope]` and the
+    values `c @ value_up[h]`. The native form never makes them: `q = [query_nope[h] @ key_up[h], query_rope[h]]` meets
+    latent rows, `s = scale * q . [c, k_rope]`, `y = (softmax(s) @ c) @ value_up[h]`, which is the same (the absorbed
+    form). Sequences and what their queries see are as in `attention`. Without key_up, query_nope has been multiplied
+    already; without value_up, what comes back still has to be.
+
+    The softmax is computed in float32 (float64 for float64). Products with key_up and value_up are rounded to the dtype
+    of query_nope, as matrix products of models are.
+
+    Args:
+        query_nope: Parts of the queries without a position, `[tokens, heads, nope]`, floating point; `[tokens, heads,
+            rank]` without key_up.
+        query_rope: Parts that the rotary embedding has turned, `[tokens, heads, rope]`.
+        latent: `[key_tokens, rank + rope]`, normed and turned, sequences one behind the other; None with a cache.
+        cu_seqlens_q: Where the queries of each sequence start, and where the last end, `[batch + 1]`, int32.
+        max_seqlen_q: Queries of the longest sequence, or more.
+        scale: Of the scores; models state it, e.g. `1 / sqrt(nope + rope)`.
+        key_up: `[heads, nope, rank]`, or None.
+        value_up: `[heads, rank, value_size]`, or None.
+        seq_lens: Keys of each sequence, `[batch]`, int32; None: as many as queries.
+        max_seqlen_k: Keys of the longest sequence, or more; None: as many as there can be.
+        latent_cache: `[num_blocks, block_size, rank + rope]`, or None.
+        block_table: Blocks of each sequence in order, `[batch, max_blocks]`, int32. Needed with a cache.
+        causal: Queries do not see keys behind their place.
+
+    Returns:
+        `[tokens, heads, value_size]`, or `[tokens, heads, rank]` without value_up; the dtype of query_nope.
+
+    Raises:
+        ArgumentError: Shapes or dtypes do not fit each other, or latent rows are given twice or not at all; lengths
+            and blocks as in `attention`.
+
+    Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
+    """
+    op = "mla_attention"
+    rows = latent if latent_cache is None else latent_cache
+    if rows is None or (latent is not None and latent_cache is not None):
+        raise ArgumentError(f"Op {op!r}: give either latent or latent_cache.")
+    name = "latent" if latent_cache is None else "latent_cache"
+    _check_shapes(op, query_nope, query_rope, name, rows, key_up, value_up)
+    check_sequences(op, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table, latent_cache)
+    if seq_lens is None and not same_sizes(rows.shape[:1], query_nope.shape[:1]):
+        raise ArgumentError(
+            f"Op {op!r}: there are {query_nope.shape[0]} queries and {rows.shape[0]} latent rows; without seq_lens "
+            "both are equal."
+        )
+    rank = rows.shape[-1] - query_rope.shape[-1]
+    if key_up is not None:
+        query_nope = torch.einsum("thn,hnr->thr", query_nope, key_up)
+    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
+    q = spread(torch.cat((query_nope, query_rope), -1), starts, lengths, max_seqlen_q)
+    if seq_lens is None:
+        k = spread(rows, starts, lengths, max_seqlen_q)
+        visible = None if causal else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal)
+    else:
+        if block_table is not None:
+            bound = block_table.shape[1] * rows.shape[1] if max_seqlen_k is None else max_seqlen_k
+            k = from_blocks(rows, block_table, bound)
+        else:
+            bound = rows.shape[0] if max_seqlen_k is None else max_seqlen_k
+            k = spread(rows, seq_lens.cumsum(0, dtype=torch.int32) - seq_lens, seq_lens, bound)
+        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal)
+    k = k.unsqueeze(2)
+    # The values are the first part of the keys. torch's fused kernels want heads of one size: sum all, and cut.
+    out = collect(attend(q, k, k, visible, scale), cu_seqlens_q, query_nope.shape[0])[..., :rank]
+    return out if value_up is None else torch.einsum("thr,hrv->thv", out, value_up)
+
+
+def _check_shapes(
+    op: str,
+    query_nope: Tensor,
+    query_rope: Tensor,
+    name: str,
+    rows: Tensor,
+    key_up: Tensor | None,
+    value_up: Tensor | None,
+) -> None:
+    wanted = {
+        "query_nope": (query_nope, "[tokens, heads, nope]"),
+        "query_rope": (query_rope, "[tokens, heads, rope]"),
+        name: (rows, "[key_tokens, rank + rope]" if name == "latent" else "[num_blocks, block_size, rank + rope]"),
+        "key_up": (key_up, "[heads, nope, rank]"),
+        "value_up": (value_up, "[heads, rank, value_size]"),
+    }
+    for argument, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        check_floating(op, argument, tensor)
+        if tensor.dtype != query_nope.dtype:
+            raise ArgumentError(
+                f"Op {op!r}: argument {argument!r} has dtype {tensor.dtype}, 'query_nope' has {query_nope.dtype}; all "
+                "need the same."
+            )
+        if tensor.dim() != shape.count(",") + 1:
+            raise ArgumentError(
+                f"Op {op!r}: argument {argument!r} must have shape {shape}, it has {tuple(tensor.shape)}."
+            )
+    _, heads, nope = query_nope.shape
+    rope = query_rope.shape[-1]
+    if not same_sizes(query_nope.shape[:-1], query_rope.shape[:-1]):
+        raise ArgumentError(
+            f"Op {op!r}: arguments 'query_nope' and 'query_rope' have shapes {tuple(query_nope.shape)} and "
+            f"{tuple(query_rope.shape)}; they may differ in the last dimension only."
+        )
+    rank = rows.shape[-1] - rope
+    if key_up is None and not same_sizes((nope,), (rank,)):
+        raise ArgumentError(
+            f"Op {op!r}: argument {name!r} has rows of {rows.shape[-1]}; without key_up they are as long as query_nope "
+            f"({nope}) and query_rope ({rope}) together."
+        )
+    if key_up is not None and not same_sizes(key_up.shape, (heads, nope, rank)):
+        raise ArgumentError(
+            f"Op {op!r}: argument 'key_up' has shape {tuple(key_up.shape)}, it must be [{heads}, {nope}, {rank}]."
+        )
+    if value_up is not None and not same_sizes(value_up.shape[:2], (heads, rank)):
+        raise ArgumentError(
+            f"Op {op!r}: argument 'value_up' has shape {tuple(value_up.shape)}, it must be [{heads}, {rank}, "
+            "value_size]."
+        )
+
+
+def _check_latent_values(
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    key_up: Tensor | None = None,
+    value_up: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    latent_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+) -> None:
+    op = "mla_attention"
+    check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query_nope.shape[0], ("max_seqlen_q", max_seqlen_q))
+    if seq_lens is not None:
+        tokens = 0 if latent is None else latent.shape[0]
+        check_key_lengths(op, seq_lens, max_seqlen_k, tokens, block_table, latent_cache)
+
+
+@mla_attention.register_input_generator
+def _latent_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
+    """`shape` is that of query_nope as multiplied by key_up, or of its rows with the heads side by side."""
+    tokens, heads, rank = heads_of(shape)
+    rope = max(2, rank // 8)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    nope, turned = torch.randn(tokens, heads, rank, **options), torch.randn(tokens, heads, rope, **options)
+    decoding = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    seen = torch.randint(1, 40, (tokens,), dtype=torch.int32, device=device)
+    count, table = blocks_of(seen, 16)
+    cache = torch.randn(count, 16, rank + rope, **options)
+    scale = (rank + rope) ** -0.5
+    yield nope, turned, None, decoding, 1, scale, None, None, seen, 39, cache, table
+    offsets, longest = cut(tokens, device)
+    latent = torch.randn(tokens, rank + rope, **options)
+    yield nope, turned, latent, offsets, longest, scale
+    if rank <= 512:
+        key_up = torch.randn(heads, 6, rank, **options) * rank**-0.5
+        value_up = torch.randn(heads, rank, 5, **options) * rank**-0.5
+        yield nope[..., :6], turned, latent, offsets, longest, 0.3, key_up[:, : min(6, rank)], value_up
+    lengths = offsets.diff()
+    yield nope, turned, latent, offsets, longest, scale, None, None, lengths, longest, None, None, False

@@ -1,0 +1,267 @@
+"""Sequences of different lengths that lie one behind the other, and caches that hold them in blocks.
+
+Owns how attention ops read `cu_seqlens` and block tables: rows spread to a padded batch and collected again, the mask
+of visible keys, the checks of shapes and of values, and how generated calls are cut. Does not compute attention: see
+`softmax_attention.py` and `latent_attention.py`.
+
+Nothing here depends on the numbers in a tensor: sizes come from shapes and from the bounds that the caller states.
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from irframework.errors import ArgumentError
+from irframework.symbolic import same_sizes
+
+
+def spread(packed: Tensor, starts: Tensor, lengths: Tensor, bound: int) -> Tensor:
+    """Give each sequence `bound` rows of its own: `[batch, bound, ...]`; rows behind a sequence's end are zeros.
+
+    Args:
+        packed: `[tokens, ...]`.
+        starts: First row of each sequence, `[batch]`.
+        lengths: Rows of each sequence, `[batch]`.
+        bound: Length of the longest sequence, at least. Rows of a sequence behind it are left out.
+    """
+    count = packed.shape[0]
+    steps = torch.arange(bound, device=packed.device)
+    rows = starts.unsqueeze(1) + steps
+    rows = torch.where(steps < lengths.unsqueeze(1), rows, count).clamp(0, count)  # the row behind the last is zeros
+    padded = F.pad(packed, (0, 0) * (packed.dim() - 1) + (0, 1))
+    return padded.index_select(0, rows.reshape(-1)).view(rows.shape[0], bound, *packed.shape[1:])
+
+
+def collect(padded: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Undo `spread`: `[batch, bound, ...]` to `[tokens, ...]`; tokens that belong to no sequence become zeros."""
+    batch, bound = padded.shape[:2]
+    rows = torch.arange(tokens, device=padded.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
+    step = rows - cu_seqlens.index_select(0, sequence)
+    inside = (sequence < batch) & (step >= 0) & (step < bound)
+    rows = torch.where(inside, sequence * bound + step, batch * bound)
+    flat = F.pad(padded.flatten(0, 1), (0, 0) * (padded.dim() - 2) + (0, 1))
+    return flat.index_select(0, rows)
+
+
+def from_blocks(cache: Tensor, block_table: Tensor, bound: int) -> Tensor:
+    """Read sequences from a cache of blocks: `[batch, bound rounded up to whole blocks, ...]`.
+
+    Args:
+        cache: `[num_blocks, block_size, ...]`.
+        block_table: Blocks of each sequence in order, `[batch, max_blocks]`. Blocks that the cache does not have are
+            read as others: a table may hold anything behind a sequence's end.
+        bound: Length of the longest sequence, at least.
+    """
+    size = cache.shape[1]
+    table = block_table[:, : -(-bound // size)]
+    blocks = cache.index_select(0, table.reshape(-1).clamp(0, cache.shape[0] - 1))
+    return blocks.view(table.shape[0], table.shape[1] * size, *cache.shape[2:])
+
+
+def visible_keys(
+    query_lengths: Tensor,
+    key_lengths: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool,
+    window: int | None = None,
+) -> Tensor:
+    """Which keys each query sees, `[batch, max_seqlen_q, max_seqlen_k]`, bool.
+
+    The last query of a sequence stands at the place of its last key. With `causal`, a query sees no key behind its own
+    place; with a window, no key that is `window` places or more away.
+    """
+    device = query_lengths.device
+    keys = torch.arange(max_seqlen_k, device=device)
+    steps = torch.arange(max_seqlen_q, device=device)
+    visible = (keys < key_lengths[:, None, None]) & (steps < query_lengths.unsqueeze(1)).unsqueeze(2)
+    behind = (steps + (key_lengths - query_lengths).unsqueeze(1)).unsqueeze(2) - keys
+    if causal:
+        visible = visible & (behind >= 0)
+    if window is not None:
+        visible = visible & (behind < window)
+        if not causal:
+            visible = visible & (behind > -window)
+    return visible
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_integers(op: str, name: str, tensor: Tensor, dims: int) -> None:
+    """Raise unless a tensor is int32 and has a number of dimensions.
+
+    Raises:
+        ArgumentError: Names the op, the argument, and what it has.
+    """
+    if tensor.dtype != torch.int32 or tensor.dim() != dims:
+        raise ArgumentError(
+            f"Op {op!r}: argument {name!r} must be an int32 tensor of {dims} dimension{'s' * (dims > 1)}, it has shape "
+            f"{tuple(tensor.shape)} and dtype {tensor.dtype}."
+        )
+
+
+def check_sequences(
+    op: str,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seq_lens: Tensor | None,
+    max_seqlen_k: int | None,
+    block_table: Tensor | None,
+    cache: Tensor | None,
+) -> None:
+    """Check the shapes and dtypes of what describes sequences.
+
+    Raises:
+        ArgumentError: A dtype or a rank is wrong, numbers of sequences differ, or a bound is negative.
+    """
+    check_integers(op, "cu_seqlens_q", cu_seqlens_q, 1)
+    if cu_seqlens_q.shape[0] == 0:
+        raise ArgumentError(
+            f"Op {op!r}: argument 'cu_seqlens_q' is empty; it has one number more than there are sequences, the first "
+            "is 0."
+        )
+    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if bound is not None and bound < 0:
+            raise ArgumentError(f"Op {op!r}: {name}={bound} must not be negative.")
+    batch = cu_seqlens_q.shape[0] - 1
+    if (cache is None) != (block_table is None):
+        given, lacking = ("cache", "block_table") if block_table is None else ("block_table", "cache")
+        raise ArgumentError(f"Op {op!r}: a {given} is given and no {lacking}; both belong together.")
+    if seq_lens is None:
+        if cache is not None:
+            raise ArgumentError(f"Op {op!r}: a cache needs seq_lens, the number of keys of each sequence.")
+        if max_seqlen_k is not None:
+            raise ArgumentError(f"Op {op!r}: max_seqlen_k={max_seqlen_k} is given without seq_lens, which it bounds.")
+    else:
+        check_integers(op, "seq_lens", seq_lens, 1)
+        if not same_sizes(seq_lens.shape, (batch,)):
+            raise ArgumentError(
+                f"Op {op!r}: argument 'seq_lens' has {seq_lens.shape[0]} numbers; cu_seqlens_q describes {batch} "
+                "sequences."
+            )
+    if block_table is not None and cache is not None:
+        check_integers(op, "block_table", block_table, 2)
+        if not same_sizes(block_table.shape[:1], (batch,)):
+            raise ArgumentError(
+                f"Op {op!r}: argument 'block_table' has {block_table.shape[0]} rows; cu_seqlens_q describes {batch} "
+                "sequences."
+            )
+
+
+def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tuple[str, int] | None) -> list[int]:
+    """Check the numbers of a cu_seqlens, and return the length of each sequence. Waits for the device.
+
+    Args:
+        op: Name of the op.
+        name: Name of the argument.
+        cu_seqlens: Where sequences start, and where the last ends.
+        tokens: How many tokens there are.
+        bound: Name and value of the argument that says how long the longest sequence is.
+
+    Raises:
+        ArgumentError: The first is not 0, one is less than the one before, the last is more than there are tokens, or
+            a sequence is longer than the bound.
+    """
+    numbers = cu_seqlens.tolist()
+    if numbers[0] != 0:
+        raise ArgumentError(f"Op {op!r}: argument {name!r} must start with 0, it starts with {numbers[0]}.")
+    lengths = [end - start for start, end in pairwise(numbers)]
+    for place, length in enumerate(lengths):
+        if length < 0:
+            raise ArgumentError(
+                f"Op {op!r}: argument {name!r} must ascend; {numbers[place]} is followed by {numbers[place + 1]} at "
+                f"place {place + 1}."
+            )
+        if bound is not None and length > bound[1]:
+            raise ArgumentError(
+                f"Op {op!r}: argument {name!r} gives sequence {place} a length of {length}, longer than "
+                f"{bound[0]}={bound[1]}."
+            )
+    if numbers[-1] > tokens:
+        raise ArgumentError(
+            f"Op {op!r}: argument {name!r} ends with {numbers[-1]}, but there are {tokens} tokens of queries."
+        )
+    return lengths
+
+
+def check_key_lengths(
+    op: str,
+    seq_lens: Tensor,
+    max_seqlen_k: int | None,
+    tokens: int,
+    block_table: Tensor | None,
+    cache: Tensor | None,
+) -> None:
+    """Check the numbers in seq_lens and in the block table. Waits for the device.
+
+    Raises:
+        ArgumentError: A length is negative, or more than max_seqlen_k, the keys that there are, or the blocks hold; or
+            a sequence has a block that the cache does not have.
+    """
+    lengths = seq_lens.tolist()
+    size, room = 1, tokens
+    if cache is not None and block_table is not None:
+        size = cache.shape[1]
+        room = block_table.shape[1] * size
+    for sequence, length in enumerate(lengths):
+        if length < 0:
+            raise ArgumentError(f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}.")
+        if max_seqlen_k is not None and length > max_seqlen_k:
+            raise ArgumentError(
+                f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}, longer than "
+                f"max_seqlen_k={max_seqlen_k}."
+            )
+        if cache is not None and length > room:
+            raise ArgumentError(
+                f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}, which runs past its "
+                f"row of the block table: {room // size} blocks of {size} hold {room} keys."
+            )
+    if cache is None:
+        if sum(lengths) > tokens:
+            raise ArgumentError(
+                f"Op {op!r}: argument 'seq_lens' adds up to {sum(lengths)} keys, but there are {tokens}."
+            )
+        return
+    if block_table is not None:
+        for sequence, (row, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
+            used = row[: -(-length // size)]
+            if used and not 0 <= min(used) <= max(used) < cache.shape[0]:
+                wrong = next(block for block in used if not 0 <= block < cache.shape[0])
+                raise ArgumentError(
+                    f"Op {op!r}: argument 'block_table' gives sequence {sequence} block {wrong}; the cache has blocks "
+                    f"0 to {cache.shape[0] - 1}."
+                )
+
+
+# --- generated calls --------------------------------------------------------------------------------------------------
+
+
+def heads_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Tokens, heads and head size of generated queries: those of a shape of three dimensions, else rows are cut."""
+    if len(shape) == 3:
+        return shape
+    tokens, width = math.prod(shape[:-1]), shape[-1]
+    size = next((size for size in (128, 64, 16) if width % size == 0 and width >= 4 * size), width)
+    return tokens, width // size if size else 1, size
+
+
+def cut(tokens: int, device: str) -> tuple[Tensor, int]:
+    """Cut tokens into up to three sequences: their cu_seqlens, and the length of the longest."""
+    ends = sorted({0, tokens // 6, tokens // 2, tokens})
+    longest = max((end - start for start, end in pairwise(ends)), default=0)
+    return torch.tensor(ends, dtype=torch.int32, device=device), longest
+
+
+def blocks_of(lengths: Tensor, block_size: int) -> tuple[int, Tensor]:
+    """How many blocks a cache needs, and a block table in which blocks lie in no order; -1 behind a sequence's end."""
+    used = [-(-length // block_size) for length in lengths.tolist()]
+    order = torch.randperm(sum(used) + 1)[: sum(used)].tolist()
+    table = torch.full((len(used), max(used, default=0) + 1), -1, dtype=torch.int32)
+    for sequence, count in enumerate(used):
+        table[sequence, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    return sum(used) + 1, table.to(lengths.device)
