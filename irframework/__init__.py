@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from irframework.dispatch import explain
     from irframework.hookspecs import hookimpl
     from irframework.impl import IrOpImpl
-    from irframework.op import IrOp, Tolerance
+    from irframework.op import IrOp
     from irframework.out_variants import define_out_variant
     from irframework.platform import Platform, current_platform
     from irframework.plugins import PluginInfo, load_plugins, plugins
     from irframework.priority import priority
+    from irframework.tolerance import Tolerance
 
 __version__ = "0.1.0"
 IMPORTED_AT = time.time()  # plugins import this package first: older files are what this process has loaded
@@ -43,7 +44,7 @@ _NAMES = {
     "Platform": "platform",
     "PluginInfo": "plugins",
     "Rejected": "decision",
-    "Tolerance": "op",
+    "Tolerance": "tolerance",
     "add_cli_args": "config",
     "configure": "config",
     "current_config": "config",

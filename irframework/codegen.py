@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from irframework import optional_outputs
 from irframework.untraced import run_untraced
 
 if TYPE_CHECKING:
@@ -117,5 +118,9 @@ def make_failed_check(impl: "IrOpImpl") -> Callable[..., str | None]:
 
 def make_apply(op: "IrOp", fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the op's signature that calls `fn` with the parameters it has."""
-    source = f"def apply({op.parameters.declared}):\n    return _fn({passed_to(op, fn)})\n"
-    return compile_function("apply", source, {**op.parameters.defaults, "_fn": fn})
+    result = f"_fn({passed_to(op, fn)})"
+    if op.optional_outputs:
+        result = f"_filled(_op, {result}, {op.parameters.together})"
+    source = f"def apply({op.parameters.declared}):\n    return {result}\n"
+    scope = {**op.parameters.defaults, "_fn": fn, "_op": op, "_filled": optional_outputs.filled}
+    return compile_function("apply", source, scope)

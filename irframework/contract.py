@@ -13,7 +13,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
-    from irframework.op import IrOp, Tolerance
+    from irframework.op import IrOp
+    from irframework.tolerance import Tolerance
 
 
 RULES: dict[str, str] = {

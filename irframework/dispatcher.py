@@ -31,6 +31,7 @@ from torch.utils import _python_dispatch
 from irframework import autocast
 from irframework.codegen import NUMBER_TYPES, compile_function, missing_test, number_type, passed_to
 from irframework.decision import Rejected
+from irframework.settings import settings
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -89,10 +90,18 @@ def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
     """Return what Dynamo traces instead of any generated `__call__`: the torch op, as one opaque node."""
     form_class: Any = type(form)
     if "_traced_call" not in vars(form_class):
-        source = f"def traced_call({_with_self(op)}):\n    return _torch_op({op.parameters.passed})\n"
-        form_class._traced_call = compile_function(
-            "traced_call", source, {**op.parameters.defaults, "_torch_op": form.torch_op}
-        )
+        result = f"_torch_op({op.parameters.passed})"
+        source = f"def traced_call({_with_self(op)}):\n"
+        if op.optional_outputs:
+            absent = [op.optional_outputs.get(index) for index in range(op.num_outputs)]
+            shown = [
+                f"_y[{i}]" if name is None else f"None if {name} is None else _y[{i}]" for i, name in enumerate(absent)
+            ]
+            source += f"    _y = {result}\n"
+            result = f"({', '.join(shown)})"
+        source += f"    return {result}\n"
+        scope = {**op.parameters.defaults, "_torch_op": form.torch_op}
+        form_class._traced_call = compile_function("traced_call", source, scope)
     traced: Callable[..., Any] = vars(form_class)["_traced_call"]
     return traced
 
@@ -126,6 +135,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_unusual": execution.unusual,
         "_own_outputs": execution.own_outputs,
         "_refused": execution.refused,
+        "_check_values": op.value_check,
         "_note_written": execution.note_written,
         "_increment_version": torch.autograd.graph.increment_version,
         "_inference_mode": torch.is_inference_mode_enabled,
@@ -155,9 +165,11 @@ class _Writer:
         self.donated = donated
         self.scope: dict[str, Any] = {}
         self.read_once: list[tuple[str, str]] = []
+        self.looks = False  # at values, before the implementation runs
         self.optional = {
             name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *NUMBER_TYPES)
         }
+        self.optional -= set(op.optional_outputs.values())  # where that is None, so is an output: no plain call
 
     def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
         everything = self.op.parameters.together
@@ -171,6 +183,7 @@ class _Writer:
                 for name, attribute in self.read_once:
                     read = self._unless_none_else(name, f"{name}.{attribute}")
                     lines.append(f"                _{name}_{attribute} = {read}")
+                self.looks = self.op.value_check is not None and (device == "cpu" or settings().check_values)
                 for impl in impls:
                     lines.extend(self._candidate(impl))
         lines.append(f"        return _unusual(_op, {self.donated}, {everything})")
@@ -263,6 +276,8 @@ class _Writer:
         everything = self.op.parameters.together
         if not impl.proven:
             return [*lines, f"{indent}return _unusual(_op, {self.donated}, {everything})"]
+        if self.looks and not impl.checks_values:
+            lines.append(f"{indent}_check_values({self.op.parameters.passed})")
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from irframework import autocast, bisecting, dispatcher, symbolic
-from irframework.dispatch import check_arguments, resolve, tensors_of, why_never
+from irframework.dispatch import check_arguments, device_type_of, resolve, tensors_of, why_never
 from irframework.errors import ImplementationContractError, IrError
 from irframework.notices import say_once
+from irframework.optional_outputs import presented
 from irframework.priority import current_context, entries_for
 from irframework.registry import load_plugins, registry
 from irframework.settings import settings
@@ -85,6 +86,10 @@ def _possible(op: "IrOp", device: str) -> list["IrOpImpl"]:
 
 def unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     """Serve a call that the plain path does not: through the torch op when something must see it, else directly."""
+    return presented(op, _unusual(op, donated, args), args)
+
+
+def _unusual(op: "IrOp", donated: bool, args: tuple[Any, ...]) -> Any:
     form = op.maybe_inplace if donated else op
     if torch.overrides.has_torch_function(args):  # a subclass, or a proxy of torch.fx, which is no tensor
         return form.torch_op(**op.named(args))
@@ -147,7 +152,19 @@ def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
     impl = resolve(op, args).impl
     if not bisecting.takes_number(impl):
         impl = resolve(op, args).impl
+    if not impl.checks_values:
+        check_values(op, args)
     return run_impl(impl, args, donated)
+
+
+def check_values(op: "IrOp", args: tuple[Any, ...]) -> None:
+    """Run the op's value check, if it has one, where looking at values waits for no device or was asked for.
+
+    Raises:
+        ArgumentError: A value is wrong.
+    """
+    if op.value_check is not None and (settings().check_values or device_type_of(op, args) == "cpu"):
+        op.value_check(**op.named(args))
 
 
 def run_impl(impl: "IrOpImpl", args: tuple[Any, ...], donated: bool = False) -> Any:
@@ -228,6 +245,7 @@ def refused(op: "IrOp", args: tuple[Any, ...], error: Exception) -> None:
         return
     try:
         _shape_of_outputs(op, args)
+        check_values(op, args)
     except IrError as known:
         raise known from error
     except Exception:  # native has no better word for it

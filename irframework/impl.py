@@ -59,6 +59,7 @@ class IrOpImpl:
     inplace: bool = False
     device_types: tuple[str, ...] | None = None
     batch_invariant: bool = False
+    checks_values: bool = False
     plugin: str | None = None
     source: str = ""
     checks: tuple[Check, ...] = ()

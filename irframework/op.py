@@ -7,7 +7,6 @@ op is declared (`declaration.py`), the torch operators behind it (`torch_ops.py`
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,24 +32,9 @@ from irframework.impl import (
 )
 from irframework.registry import find_op, load_plugins, registry
 from irframework.support import Answer, Support
+from irframework.tolerance import TOLERANCES, Tolerance
 
 NATIVE = "native"
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How far an implementation may be from native: `|a - b| <= atol + rtol * |b|`."""
-
-    atol: float
-    rtol: float
-
-
-_TOLERANCES: dict[torch.dtype, Tolerance] = {
-    torch.float64: Tolerance(1e-7, 1e-7),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
-}
 
 
 class MaybeInplace:
@@ -94,6 +78,8 @@ class IrOp:
         torch_op: `torch.ops.irframework.<name>.default`.
         maybe_inplace: The form that donates the activations.
         fuse: What the op was declared with: False, True, or the conditions of the fused kernels' domain.
+        optional_outputs: By number the outputs that may be None, with the parameter that decides: both are None or
+            neither.
         source: `file:line` of the declaration.
         plugin: The plugin that declared the op, or None.
     """
@@ -107,6 +93,7 @@ class IrOp:
         activations: tuple[str, ...],
         allow_inplace: bool,
         fuse: bool | Supports,
+        optional_outputs: dict[int, str],
     ) -> None:
         self.name = name
         self.native = native
@@ -115,6 +102,7 @@ class IrOp:
         self.activations = activations
         self.allow_inplace = allow_inplace
         self.fuse = fuse
+        self.optional_outputs = optional_outputs
         self.source = place_of(native)
         self.plugin = registry.transaction.plugin if registry.transaction else None
         self.tensors = torch_ops.tensor_parameters(signature)
@@ -130,7 +118,8 @@ class IrOp:
         self.backward: Callable[..., Any] | None = None
         self.fake: IrOpImpl | None = None
         self.input_generator: Callable[..., Any] | None = None
-        self.tolerances = dict(_TOLERANCES)
+        self.value_check: Callable[..., None] | None = None
+        self.tolerances = dict(TOLERANCES)
         self.registered: dict[str, IrOpImpl] = {
             NATIVE: IrOpImpl(self, NATIVE, native, batch_invariant=True, plugin=self.plugin, source=self.source)
         }
@@ -188,6 +177,7 @@ class IrOp:
         functional: Callable[..., Any] | None = None,
         device_types: Iterable[str] | None = None,
         batch_invariant: bool = False,
+        checks_values: bool = False,
     ) -> Callable[[Callable[..., Any]], IrOpImpl]:
         """Register a provider's implementation of this op (a decorator).
 
@@ -204,6 +194,8 @@ class IrOp:
             device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means those that `supported` tells
                 apart, else all that hold data.
             batch_invariant: A row's result does not depend on how many other rows there are.
+            checks_values: It refuses what the op's value check refuses before it writes anything, so that eager calls
+                need not look first.
 
         Returns:
             A decorator that returns the `IrOpImpl`.
@@ -218,13 +210,16 @@ class IrOp:
         """
         check_provider(self, provider)
         support = Support(f"Op {self.name!r}, provider {provider!r}", supported)
-        check_switches(self.name, provider, inplace=inplace, batch_invariant=batch_invariant)
+        check_switches(
+            self.name, provider, inplace=inplace, batch_invariant=batch_invariant, checks_values=checks_values
+        )
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
             impl = self._make_impl(provider, fn, supports_args)
             impl.inplace = inplace
             impl.device_types = device_types_of(self.name, provider, device_types, support)
             impl.batch_invariant = batch_invariant
+            impl.checks_values = checks_values
             impl.support = support
             if functional is not None:
                 check_functional(impl, functional)
@@ -318,6 +313,16 @@ class IrOp:
     def register_input_generator(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Register the function behind `generate_inputs`: it returns a call, or yields the usual one, then others."""
         self._attach(input_generator=fn)
+        return fn
+
+    def register_value_check(self, fn: Callable[..., None]) -> Callable[..., None]:
+        """Register a function with the op's signature that raises where values, not shapes, make a call wrong.
+
+        Eager calls on the CPU run it before any implementation; elsewhere it would wait for the device, so there only
+        with `IRFRAMEWORK_CHECK_VALUES=1`. Compiled code does not run it.
+        """
+        check_signature(self, fn, "The value check", "value check")
+        self._attach(value_check=codegen.make_apply(self, fn))
         return fn
 
     def _attach(self, **values: Any) -> None:

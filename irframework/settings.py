@@ -44,8 +44,10 @@ class Settings:
     disable_passes: tuple[str, ...]
     platform: str | None
     check_donation: bool
+    check_values: bool
     bisect_limit: int | None
     bisect_log: str | None
+    custom_ops: str
 
 
 @dataclass(slots=True)
@@ -116,8 +118,10 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
     Variable("CHECK_DONATION", _flag, False, "1: eager calls find who uses a tensor after `maybe_inplace` took it"),
+    Variable("CHECK_VALUES", _flag, False, "1: eager calls look at indices and scales on GPUs, too, and wait for that"),
     Variable("BISECT_LIMIT", _count, None, "only so many choices of a kernel stand, all later ones are native"),
     Variable("BISECT_LOG", _path, None, "append each numbered choice to this file, as a line of JSON"),
+    Variable("CUSTOM_OPS", str, "", "which ops and layers use kernels, as `none,+rms_norm` or `all,-rms_norm`"),
 )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, infer_schema
 
-from irframework import autograd
+from irframework import autograd, optional_outputs
 from irframework.errors import DuplicateOpError, InvalidOpError
 from irframework.registry import registry
 from irframework.untraced import run_untraced
@@ -55,8 +55,8 @@ _PARAMETER_ADVICE = (
     "device, or a list of numbers."
 )
 _RESULT_ADVICE = (
-    " An op returns a tensor, a tuple of tensors or a list of tensors, and always the same number; where one may be "
-    "absent, return an empty tensor, or declare two ops."
+    " An op returns a tensor, a tuple of tensors or a list of tensors, and always the same number; where one is None "
+    "whenever an argument is, say so with optional_outputs=...; where anything else decides, declare two ops."
 )
 
 
@@ -86,7 +86,7 @@ def schema_of(fn: Callable[..., Any], name: str, place: str) -> tuple[inspect.Si
     def prototype() -> None:
         """Carries the resolved signature to `infer_schema`."""
 
-    prototype.__signature__ = signature  # type: ignore[attr-defined]
+    prototype.__signature__ = optional_outputs.as_torch_sees(signature)  # type: ignore[attr-defined]
     try:
         schema = infer_schema(prototype, mutates_args=())
     except ValueError as error:

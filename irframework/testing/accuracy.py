@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from irframework.op import NATIVE, IrOp, Tolerance
+from irframework.op import NATIVE, IrOp
+from irframework.tolerance import Tolerance
 from irframework.testing.report import Accuracy
 from irframework.testing.samples import map_tensors
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from irframework.op import Tolerance
+from irframework.tolerance import Tolerance
 from irframework.testing.accuracy import distance
 
 TIGHT = Tolerance(1e-6, 1e-6)
