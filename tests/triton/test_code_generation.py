@@ -26,8 +26,13 @@ MODULES = {
     "gated_kernel": "gated",
     "gated_rows_kernel": "gated",
     "rotary_kernel": "rotary",
+    "cache_kernel": "kv_cache",
+    "rotary_cache_kernel": "kv_cache",
 }
-TENSORS = ("x", "x_residual", "weight", "y", "residual", "query", "key", "cache", "query_out", "key_out")
+TENSORS = (
+    "x", "x_residual", "weight", "y", "residual",
+    "query", "key", "value", "cache", "query_out", "key_out", "key_cache", "value_cache",
+)  # fmt: skip
 VALUES, STATIC, DYNAMIC = range(3)
 SILU, GELU, GELU_TANH, NO_GATE = range(4)
 
@@ -63,6 +68,8 @@ def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
 NORM = {"has_weight": True, "partial": False}
 ELEMENTS = {"tile_rows": 1, "block": 1024}
 ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
+COPIED = {"value_tile_heads": 8, "value_block": 128}
+CACHED = {"tile_heads": 16, "block": 64, **COPIED}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
     rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
@@ -82,6 +89,9 @@ CASES = [
     rows("gated_rows_kernel", 100_000, DYNAMIC, activation=SILU),
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": True, "rest_block": 0}),
     Case("rotary_kernel", 4, {**ROTARY, "is_neox": False, "rest_block": 32, "has_key": False}),
+    Case("cache_kernel", 4, {"key_tile_heads": 8, "key_block": 128, **COPIED}),
+    Case("rotary_cache_kernel", 4, {**CACHED, "is_neox": True, "rest_block": 0}),
+    Case("rotary_cache_kernel", 4, {**CACHED, "is_neox": False, "rest_block": 32}),
 ]
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
@@ -108,7 +118,7 @@ def compiled(
     case = case.on(target)
     kernel = kernel or kernel_of(case)
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
-    types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64"}
+    types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64", "slots": "*i64"}
     if case.constants.get("codes"):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
@@ -122,7 +132,7 @@ def compiled(
             for position, name in enumerate(kernel.arg_names)
             if aligned
             and (types[name] == "i32" or types[name].startswith("*"))
-            and name not in ("rows", "positions_count", "positions")
+            and name not in ("rows", "positions_count", "slot_count", "positions", "slots")
         },
     )
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": case.warps})
@@ -208,10 +218,12 @@ ONES = {
     "gated_kernel": ("length", "x_stride"),
     "gated_rows_kernel": ("length", "x_stride"),
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
+    "cache_kernel": ("key_heads", "key_size", "value_heads", "value_size", "key_stride", "slot_count"),
+    "rotary_cache_kernel": ("query_heads", "key_heads", "value_heads", "value_size", "half", "slot_count"),
 }
 
 
-@pytest.mark.parametrize("number", [0, 1, 5, 10, 16, 17, 18, 19])
+@pytest.mark.parametrize("number", [0, 1, 5, 10, 16, 17, 18, 19, 20, 21])
 def test_sizes_and_strides_of_one_compile(number):
     """Triton makes a number that is 1 a constant, which is another type in its language."""
     case = CASES[number]

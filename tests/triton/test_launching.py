@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def kernels():
-    from irframework_triton_kernels.kernels import gated, norms, rotary
+    from irframework_triton_kernels.kernels import gated, kv_cache, norms, rotary
 
     return (
         norms.rms_norm_kernel,
@@ -18,6 +18,8 @@ def kernels():
         gated.gated_kernel,
         gated.gated_rows_kernel,
         rotary.rotary_kernel,
+        kv_cache.cache_kernel,
+        kv_cache.rotary_cache_kernel,
     )
 
 

@@ -23,6 +23,8 @@ OPS = (
     "static_quant_fp8",
     "dynamic_quant_fp8",
     "rotary_embedding",
+    "reshape_and_cache",
+    "rotary_embedding_reshape_and_cache",
 )
 
 
@@ -50,7 +52,7 @@ def test_every_standard_op_has_a_batch_invariant_implementation_for_gpus(impl, n
 
 @pytest.mark.parametrize("name", OPS)
 def test_what_adds_a_residual_works_in_place_and_functionally(impl, name):
-    assert impl(name).inplace == name.startswith("fused_add")
+    assert impl(name).inplace == (name.startswith("fused_add") or name.endswith("cache"))
     assert (impl(name).functional is not None) == name.startswith("fused_add")
 
 
@@ -190,3 +192,34 @@ def test_rotating_something_else_is_refused_with_the_reason(impl, arguments, why
 )
 def test_a_norm_of_rows_is_taken(impl, arguments):
     assert impl("rms_norm").supports_args(*arguments) is True
+
+
+K, CACHE4 = torch.ones(3, 2, 4), torch.ones(2, 8, 2, 4)
+SLOTS = torch.tensor([0, 5, -1])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"key": K.double()}, "key is float64"),
+        ({"value": K.half()}, "value_cache is torch.float32, value is torch.float16"),
+        ({"key": K[:, :1]}, "key has shape (3, 1, 4), does not fit a cache of shape (2, 8, 2, 4)"),
+        ({"value": K.flatten(1)[:, :6]}, "value has shape (3, 6)"),
+        ({"key": K.transpose(1, 2)}, "the last dimension of key must have stride 1"),
+        ({"value_cache": CACHE4.view(4, 4, 2, 4)}, "blocks of different sizes"),
+        ({"key_cache": CACHE4[0]}, "key_cache has 3 dimensions"),
+        ({"slot_mapping": SLOTS.short()}, "slot_mapping is int16"),
+        ({"slot_mapping": torch.zeros(6, dtype=torch.int32)[::2]}, "slot_mapping must be contiguous"),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_cache_of_something_else_is_refused_with_the_reason(impl, change, why, fused):
+    given = {"key": K, "value": K, "key_cache": CACHE4, "value_cache": CACHE4, "slot_mapping": SLOTS}
+    assert impl("reshape_and_cache").supports_args(**given) is True
+    if not fused:
+        assert why in reason(impl("reshape_and_cache").supports_args(**{**given, **change}))
+        return
+    more = {"positions": SLOTS, "query": K, "cos_sin_cache": torch.ones(4, 4), "head_size": 4}
+    implementation = impl("rotary_embedding_reshape_and_cache")
+    assert implementation.supports_args(**more, **given) is True
+    assert why in reason(implementation.supports_args(**more, **{**given, **change}))

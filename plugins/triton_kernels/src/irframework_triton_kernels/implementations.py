@@ -74,6 +74,39 @@ def heads_fit(
     return True
 
 
+def caches_fit(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> bool | ir.Rejected:
+    """Dtypes, ranks and sizes of heads fit the caches; how many tokens and blocks there are is not looked at."""
+    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if cache.dtype is not x.dtype:
+            return ir.reject(f"{name}_cache is {cache.dtype}, {name} is {x.dtype}")
+        _, block_size, heads, size = cache.shape
+        apart = x.dim() == 3
+        if not heads * size or (x.shape[1:] != (heads, size) if apart else x.shape[1:] != (heads * size,)):
+            return ir.reject(f"{name} has shape {tuple(x.shape)}, does not fit a cache of shape {tuple(cache.shape)}")
+    if block_size != key_cache.shape[1]:
+        return ir.reject("the caches have blocks of different sizes")
+    return True
+
+
+def rotated_caches_fit(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> bool | ir.Rejected:
+    """See `caches_fit` and `heads_fit`."""
+    fits = caches_fit(key, value, key_cache, value_cache, slot_mapping)
+    return heads_fit(positions, query, key, cos_sin_cache, head_size, is_neox) if fits is True else fits
+
+
 # An odd last dimension is left to native, whose error message is the op's own.
 GATED: dict[str, Any] = {"row_contiguous": ("x",), "multiple_of": {"x": 2}}
 SCALE: dict[str, tuple[torch.dtype, ...]] = {"scale": (torch.float32,)}
@@ -207,16 +240,66 @@ def rotary_embedding(
     return pair
 
 
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.reshape_and_cache`; overwrites the caches.
+
+    Raises:
+        ValueError: There are not as many keys, values and slots, or not as many blocks of both.
+    """
+    _as_many(slot_mapping, key=key, value=value)
+    _as_many(key_cache, value_cache=value_cache)
+    _launch().reshape_and_cache_inplace(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache
+
+
+def rotary_embedding_reshape_and_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `irframework.ops.rotary_embedding_reshape_and_cache`; overwrites the caches.
+
+    Raises:
+        ValueError: There are not as many positions, queries, keys, values and slots, or not as many blocks of both.
+    """
+    _as_many(positions, query=query, key=key, value=value, slot_mapping=slot_mapping)
+    _as_many(key_cache, value_cache=value_cache)
+    query, key = _launch().rotary_embedding_reshape_and_cache_inplace(
+        positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, head_size, is_neox
+    )
+    return query, key, key_cache, value_cache
+
+
+def _as_many(first: Tensor, **others: Tensor) -> None:
+    for name, x in others.items():
+        if x.shape[0] != first.shape[0]:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, does not fit one of shape {tuple(first.shape)}")
+
+
 def register(provider: str) -> None:
     """Registers every implementation under `provider`. A row's result never depends on the other rows (`tiles`)."""
 
-    def add(fn: Callable[..., Any], conditions: Supports, inplace: Callable[..., Any] | None = None) -> None:
+    def add(
+        fn: Callable[..., Any],
+        conditions: Supports,
+        inplace: Callable[..., Any] | None = None,
+        overwrites: bool = False,
+    ) -> None:
         op: ir.IrOp = getattr(ir.ops, fn.__name__)
         op.register_impl(
             provider,
             supported=triton_runs,
             supports_args=conditions,
-            inplace=inplace is not None,
+            inplace=overwrites or inplace is not None,
             functional=fn if inplace else None,
             device_types=DEVICES,
             batch_invariant=True,
@@ -259,4 +342,23 @@ def register(provider: str) -> None:
             row_contiguous=("query", "key", "cos_sin_cache"),
         )
         & heads_fit,
+    )
+    tokens: dict[str, Any] = {
+        "dtype": {"key": FLOATS, "value": FLOATS, "slot_mapping": INTEGERS},
+        "ndim": {"key": (2, 3), "value": (2, 3), "key_cache": 4, "value_cache": 4, "slot_mapping": 1},
+        "contiguous": ("slot_mapping",),
+        "row_contiguous": ("key", "value"),
+    }
+    # A cache that is not given away is copied whole, which no kernel would do better.
+    add(reshape_and_cache, ir.supports(**tokens) & caches_fit, overwrites=True)
+    add(
+        rotary_embedding_reshape_and_cache,
+        ir.supports(
+            dtype=tokens["dtype"] | {"positions": INTEGERS, "query": FLOATS, "cos_sin_cache": FLOATS},
+            ndim=tokens["ndim"] | {"positions": 1, "query": (2, 3), "cos_sin_cache": 2},
+            contiguous=("positions", "slot_mapping"),
+            row_contiguous=("query", "key", "value", "cos_sin_cache"),
+        )
+        & rotated_caches_fit,
+        overwrites=True,
     )

@@ -123,3 +123,10 @@ def heads_tile(half: int, heads: int) -> Tile:
     block = power_of_two(half)
     rows = max(1, min(power_of_two(heads), _HEADS_TILE // block))
     return Tile(rows, block, True, 4 if rows * block > 256 else 1)
+
+
+def copied_tile(size: int, heads: int) -> Tile:
+    """Tile for copying `heads` heads of `size` elements of one token. The numbers may be symbolic."""
+    block = power_of_two(size)
+    rows = max(1, min(power_of_two(heads), 2 * _HEADS_TILE // block))
+    return Tile(rows, block, True, 4 if rows * block > 512 else 1)

@@ -14,6 +14,10 @@ from irframework_triton_kernels.launch.gated import (
     silu_and_mul_static_quant_fp8,
     static_quant_fp8,
 )
+from irframework_triton_kernels.launch.kv_cache import (
+    reshape_and_cache_inplace,
+    rotary_embedding_reshape_and_cache_inplace,
+)
 from irframework_triton_kernels.launch.norms import (
     fused_add_rms_norm,
     fused_add_rms_norm_dynamic_quant_fp8,
@@ -36,10 +40,12 @@ __all__ = [
     "fused_add_rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "gated",
+    "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
+    "rotary_embedding_reshape_and_cache_inplace",
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
     "static_quant_fp8",

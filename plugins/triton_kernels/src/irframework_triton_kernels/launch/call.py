@@ -20,6 +20,7 @@ from irframework_triton_kernels.tiles import Tile
 NAMESPACE = "irframework_triton_kernels"
 FP8 = torch.float8_e4m3fn
 SMALLEST_SCALE: float = codes.SMALLEST_SCALE.value
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 Kernel = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,6 +88,34 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
         @wraps(fn)
         def call(x: Tensor, *args: Any, **options: Any) -> Any:
             return fn(x, *args, **options) if is_plain(x) else op(x, *args, **options)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def opaque_op(name: str, mutates: tuple[str, ...], fake: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a function that overwrites what is kept between calls a torch op that nobody looks into.
+
+    For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
+    what it overwrites, the framework proves that this is not needed. And the kernel is launched early.
+
+    Args:
+        name: The op's name.
+        mutates: The parameters that the kernel overwrites.
+        fake: The outputs without data, from the same arguments.
+    """
+
+    def decorate(fn: F) -> F:
+        schema = torch.library.infer_schema(fn, mutates_args=mutates)
+        _library.define(f"{name}{schema}")
+        _library.impl(name, fn, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+        @wraps(fn)
+        def call(x: Tensor, *args: Any) -> Any:
+            return fn(x, *args) if is_plain(x) else op(x, *args)
 
         return call  # type: ignore[return-value]
 
