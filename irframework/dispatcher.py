@@ -6,8 +6,7 @@ declared conditions inlined, and calls the chosen function directly. It is made 
 kept per set of context priorities. Whatever is unusual (tracing, subclasses, gradients, other devices, mistakes) goes
 to `execution.unusual`.
 
-Owns the text of that function, and putting it in place. What it must do is defined by `dispatch.resolve`: both read the
-same candidate lists and the same condition expressions.
+Owns making that function and putting it in place; its text is written by `dispatcher_text.py`.
 
 Private torch API used here (read in 2.11 and 2.13):
 * `torch.utils._python_dispatch._is_in_torch_dispatch_mode`, torch's own flag for "a dispatch mode is active". It is one
@@ -19,7 +18,6 @@ Private torch API used here (read in 2.11 and 2.13):
   not make compiled code recompile.
 """
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +27,9 @@ from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 from irframework import autocast
-from irframework.codegen import NUMBER_TYPES, compile_function, missing_test, number_type, passed_to
+from irframework.codegen import compile_function
 from irframework.decision import Rejected
-from irframework.settings import settings
+from irframework.dispatcher_text import Writer, with_self
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -79,7 +77,7 @@ def _first_call(op: "IrOp", form: Any, donated: bool) -> Callable[..., Any]:
     """Return the `__call__` that is in place while no dispatcher was generated."""
     from irframework.execution import other_context
 
-    source = f"def __call__({_with_self(op)}):\n    return _other_context(_op, _donated, {op.parameters.together})\n"
+    source = f"def __call__({with_self(op)}):\n    return _other_context(_op, _donated, {op.parameters.together})\n"
     scope = {**op.parameters.defaults, "_other_context": other_context, "_op": op, "_donated": donated}
     function = compile_function("__call__", source, scope)
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
@@ -91,7 +89,7 @@ def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
     form_class: Any = type(form)
     if "_traced_call" not in vars(form_class):
         result = f"_torch_op({op.parameters.passed})"
-        source = f"def traced_call({_with_self(op)}):\n"
+        source = f"def traced_call({with_self(op)}):\n"
         if op.optional_outputs:
             absent = [op.optional_outputs.get(index) for index in range(op.num_outputs)]
             shown = [
@@ -104,10 +102,6 @@ def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
         form_class._traced_call = compile_function("traced_call", source, scope)
     traced: Callable[..., Any] = vars(form_class)["_traced_call"]
     return traced
-
-
-def _with_self(op: "IrOp") -> str:
-    return f"self, {op.parameters.declared}" if op.parameters.declared else "self"
 
 
 def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, list["IrOpImpl"]]]) -> None:
@@ -123,7 +117,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
     from irframework.priority import current_context
 
     form = op.maybe_inplace if donated else op
-    writer = _Writer(op, donated)
+    writer = Writer(op, donated)
     source = writer.dispatcher(branches)
     scope = {
         **writer.scope,
@@ -155,222 +149,3 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
     function._torchdynamo_inline = _traced_call(op, form)  # type: ignore[attr-defined]
     form.generated[context] = function
     put_in_place(form, function)
-
-
-class _Writer:
-    """Writes the text of one dispatcher, and collects the objects that it refers to."""
-
-    def __init__(self, op: "IrOp", donated: bool) -> None:
-        self.op = op
-        self.donated = donated
-        self.scope: dict[str, Any] = {}
-        self.read_once: list[tuple[str, str]] = []
-        self.looks = False  # at values, before the implementation runs
-        self.optional = {
-            name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *NUMBER_TYPES)
-        }
-        self.optional -= set(op.optional_outputs.values())  # where that is None, so is an output: no plain call
-
-    def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
-        everything = self.op.parameters.together
-        lines = [f"def __call__({_with_self(self.op)}):", "    if _current_context() is _CONTEXT:"]
-        plain = self._plain_arguments()
-        if plain is not None:
-            lines.append(f"        if {plain}:")
-            for index, (device, impls) in enumerate(branches):
-                lines.append(f"            {'el' if index else ''}if {self._on_device(device)}:")
-                self.read_once = self._read_twice(impls)
-                for name, attribute in self.read_once:
-                    read = self._unless_none_else(name, f"{name}.{attribute}")
-                    lines.append(f"                _{name}_{attribute} = {read}")
-                self.looks = self.op.value_check is not None and (device == "cpu" or settings().check_values)
-                for impl in impls:
-                    lines.extend(self._candidate(impl))
-        lines.append(f"        return _unusual(_op, {self.donated}, {everything})")
-        lines.append(f"    return _other_context(_op, {self.donated}, {everything})")
-        return "\n".join(lines) + "\n"
-
-    def _plain_arguments(self) -> str | None:
-        """Expression that is true when the plain path is right for the arguments; None when it never is."""
-        if not self.op.tensors or set(self.op.signature.parameters) - set(self.op.tensors) - self._numbers():
-            return None
-        tests = ["not _modes._is_in_torch_dispatch_mode", "_forward_ad._current_level < 0"]
-        for name in self.op.tensors:
-            # Weights are usually Parameters and activations are not: ask for the likelier class first. A Parameter
-            # is never overwritten, so it is no plain activation of a donating call.
-            if self.donated and name in self.op.activations:
-                test = f"{name}.__class__ is _Tensor"
-            else:
-                first, second = ("_Tensor", "_Parameter") if name in self.op.activations else ("_Parameter", "_Tensor")
-                test = f"({name}.__class__ is {first} or {name}.__class__ is {second})"
-            tests.append(self._unless_none(name, test))
-        for name, parameter in self.op.signature.parameters.items():
-            if name not in self.op.tensors:
-                kind = number_type(parameter.annotation)
-                test = f"{name}.__class__ is {kind.__name__ if kind else kind}"
-                tests.append(self._unless_none(name, test))
-        needs_grad = " or ".join(
-            f"({name} is not None and {name}.requires_grad)" if name in self.optional else f"{name}.requires_grad"
-            for name in self.op.tensors
-        )
-        tests.append(f"not (_grad_enabled() and ({needs_grad}))")
-        tests.append("not _autocast()")
-        return " and ".join(tests)
-
-    def _numbers(self) -> set[str]:
-        return {name for name, p in self.op.signature.parameters.items() if number_type(p.annotation) is not None}
-
-    def _unless_none(self, name: str, test: str) -> str:
-        return f"({name} is None or {test})" if name in self.optional else test
-
-    def _unless_none_else(self, name: str, value: str) -> str:
-        return f"None if {name} is None else {value}" if name in self.optional else value
-
-    def _read_twice(self, impls: list["IrOpImpl"]) -> list[tuple[str, str]]:
-        """Tensors' dtypes and shapes that conditions ask for more than once; reading one costs as much as a call."""
-        text = " ".join(check.test for impl in impls for check in impl.checks)
-        pairs = [(name, attribute) for name in self.op.tensors for attribute in ("dtype", "shape")]
-        return [pair for pair in pairs if len(re.findall(_read(*pair), text)) > 1]
-
-    def _tests(self, impl: "IrOpImpl") -> str:
-        tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
-        text = " and ".join(tests)
-        for name, attribute in self.read_once:
-            text = re.sub(_read(name, attribute), f"_{name}_{attribute}", text)
-        for constant in set(re.findall(r"(?<=\bis )torch\.(\w+)", text)):  # not in a word of `one_of`
-            self.scope[f"_torch_{constant}"] = getattr(torch, constant)
-        return re.sub(r"(?<=\bis )torch\.(\w+)", r"_torch_\1", text)
-
-    def _on_device(self, device: str) -> str:
-        tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]
-        required = [name for name in self.op.tensors if name not in self.optional]
-        if device not in ("cpu", "meta") and torch.accelerator.device_count() > 1:
-            first = required[0] if required else None
-            for name in self.op.tensors:
-                if first is not None and name != first:
-                    tests.append(self._unless_none(name, f"{name}.get_device() == {first}.get_device()"))
-        return " and ".join(tests)
-
-    def _candidate(self, impl: "IrOpImpl") -> list[str]:
-        if impl.functional is not None and not self.donated:
-            impl = impl.functional
-        fn = self._name("_f", impl.fn)
-        tests = self._tests(impl)
-        indent = " " * 16
-        lines = []
-        if tests:
-            lines.append(f"{indent}if {tests}:")
-            indent += "    "
-        if impl.predicates:
-            asked = " and ".join(f"{self._name('_p', p)}({passed_to(self.op, p)})" for p in impl.predicates)
-            lines += [
-                f"{indent}try:",
-                f"{indent}    _ok = {asked}",
-                f"{indent}    if _ok is not True and _ok is not False:",
-                f"{indent}        _ok = _ok.__class__ is not _Rejected and bool(_ok)",
-                f"{indent}except Exception as _error:",
-                f"{indent}    _ok = _predicate_raised({self._name('_i', impl)}, _error)",
-                f"{indent}if _ok:",
-            ]
-            indent += "    "
-        everything = self.op.parameters.together
-        if not impl.proven:
-            return [*lines, f"{indent}return _unusual(_op, {self.donated}, {everything})"]
-        if self.looks and not impl.checks_values:
-            lines.append(f"{indent}_check_values({self.op.parameters.passed})")
-        passed = passed_to(self.op, impl.fn)
-        if impl.inplace and self.donated:
-            lines.append(f"{indent}if {self._may_overwrite()}:")
-            lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
-            lines.append(f"{indent}return _unusual(_op, True, {everything})")
-            return lines
-        if impl.inplace:
-            for name in self.op.activations:
-                copy = f"{name}.clone(memory_format=_contiguous_format)"
-                lines.append(f"{indent}_own_{name} = {self._unless_none_else(name, copy)}")
-            passed = passed_to(self.op, impl.fn, rename={name: f"_own_{name}" for name in self.op.activations})
-        return lines + self._finish(indent, f"{fn}({passed})", impl, given=())
-
-    def _may_overwrite(self) -> str:
-        """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
-        tests = ["_transform() is None"]  # a kernel would write to what torch.func wraps; native must see it whole
-        tests += [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
-        tests += [self._unless_none(name, f"type({name}._base) is not _Parameter") for name in self.op.activations]
-        # Without gradients now, but a checkpoint may run the call again with them.
-        tests += [self._unless_none(name, f"not {name}.requires_grad") for name in self.op.activations]
-        for name in self.op.activations:  # torch lets nobody write to an inference tensor outside
-            tests.append(self._unless_none(name, f"(not {name}.is_inference() or _inference_mode())"))
-        seen: list[str] = []
-        for name in (*self.op.activations, *(t for t in self.op.tensors if t not in self.op.activations)):
-            for other in seen:
-                if other in self.op.activations:
-                    nones = [f"{n} is None" for n in (other, name) if n in self.optional]
-                    tests.append(f"({' or '.join([*nones, f'not _shares_storage({other}, {name})'])})")
-            seen.append(name)
-        return " and ".join(tests)
-
-    def _note_written(self, indent: str, given: tuple[str, ...]) -> list[str]:
-        """Count the write for autograd. Outside inference mode all that was given has a counter: `_may_overwrite`."""
-        noted = f"_note_written({', '.join(given)})"
-        if any(name in self.optional for name in given):
-            return [f"{indent}{noted}"]
-        return [
-            f"{indent}if _inference_mode():",
-            f"{indent}    {noted}",
-            f"{indent}else:",
-            f"{indent}    _increment_version(({', '.join(given)},))",
-        ]
-
-    def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
-        """Call the function and return its outputs if they keep the op's promises, else repair them."""
-        kept = [name for name in self.op.tensors if name not in given]
-        outputs = ["_y"] if self.op.num_outputs == 1 else [f"_y{i}" for i in range(self.op.num_outputs)]
-        everything = self.op.parameters.together
-        lines = [f"{indent}_result = {call}"]
-        if impl.provider != "native":
-            lines = [
-                f"{indent}try:",
-                f"{indent}    _result = {call}",
-                f"{indent}except Exception as _error:",
-            ]
-            if not given:  # a kernel cannot read what torch.func wraps, and says so
-                lines.append(f"{indent}    if _transform() is not None:")
-                lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")
-            lines += [f"{indent}    _refused(_op, {everything}, _error)", f"{indent}    raise"]
-        if given:
-            lines += self._note_written(indent, given)
-        repair = f"_own_outputs(_op, _result, {everything}, {self._name('_i', impl)}, {given!r})"
-        if len(outputs) == 1:
-            lines.append(f"{indent}_y = _result")
-            guard = ""
-        else:
-            lines.append(f"{indent}if _result.__class__ is tuple and len(_result) == {len(outputs)}:")
-            lines.append(f"{indent}    {', '.join(outputs)} = _result")
-            guard = "    "
-        tests = [f"{y}.__class__ is _Tensor and {y}.is_contiguous()" for y in outputs]
-        tests += [f"{y} is not {name}" for y in outputs for name in kept]
-        tests += [f"{a} is not {b}" for i, a in enumerate(outputs) for b in outputs[:i]]
-        if impl.shares or impl.provider == "native":  # others were looked at in their first call; asking is not free
-            tests += [self._unless_none(name, f"not _shares_storage({y}, {name})") for y in outputs for name in kept]
-            tests += [f"not _shares_storage({a}, {b})" for i, a in enumerate(outputs) for b in outputs[:i]]
-        lines.append(f"{indent}{guard}if {' and '.join(tests)}:")
-        lines.append(f"{indent}{guard}    return _result")
-        lines.append(f"{indent}return {repair}")
-        return lines
-
-    def _name(self, kind: str, value: Any) -> str:
-        for name, known in self.scope.items():
-            if known is value and name.startswith(kind):
-                return name
-        name = f"{kind}{len(self.scope)}"
-        self.scope[name] = value
-        return name
-
-
-def _read(name: str, attribute: str) -> str:
-    """Pattern of a tensor's attribute in a condition; not in a word of `one_of`, which stands in quotes."""
-    return rf"(?<!['\w.]){name}\.{attribute}\b(?!')"
-
-
-def _device_test(name: str, device: str) -> str:
-    return f"{name}.is_{device}" if device in ("cpu", "cuda", "xpu", "mps") else f"{name}.device.type == {device!r}"
