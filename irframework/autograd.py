@@ -31,7 +31,8 @@ def register(op: "IrOp", library: Library) -> None:
     ) -> None:
         flat: list[Tensor] = []
         layout: list[Any] = []
-        for value in inputs:
+        values = _with_own_defaults(op, inputs)
+        for value in values:
             if isinstance(value, Tensor):
                 layout.append(len(flat))
                 flat.append(value)
@@ -44,7 +45,7 @@ def register(op: "IrOp", library: Library) -> None:
         ctx.set_materialize_grads(False)  # an output that nobody used adds nothing, not zero times its derivative
         ctx.outputs = [_description(item) for item in (output if isinstance(output, tuple) else (output,))]
         ctx.layout = layout
-        ctx.constants = [value if place is None else None for place, value in zip(layout, inputs, strict=True)]
+        ctx.constants = [value if place is None else None for place, value in zip(layout, values, strict=True)]
         ctx.keyword_only = tuple((keyword_only_inputs or {}).values())  # never tensors: torch allows none there
 
     @run_untraced
@@ -89,6 +90,15 @@ def register_maybe_inplace(op: "IrOp", library: Library) -> None:
         return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     library.impl(f"{op.name}.maybe_inplace", run_untraced(autograd_kernel), "Autograd", with_keyset=True)
+
+
+def _with_own_defaults(op: "IrOp", inputs: tuple[Any, ...]) -> list[Any]:
+    """Torch fills a default in from the schema, where a dtype is a number: take the op's own."""
+    parameters = op.signature.parameters.values()
+    return [
+        parameter.default if type(value) is int and isinstance(parameter.default, torch.dtype) else value
+        for parameter, value in zip(parameters, inputs, strict=False)
+    ]
 
 
 def _needs_grad(value: Any) -> bool:

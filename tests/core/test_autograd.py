@@ -267,3 +267,14 @@ def test_outputs_that_a_kernel_returns_as_views_may_be_written_to(declare):
     first.mul_(5)
     second.add_(1)
     assert torch.equal(torch.autograd.grad((first.sum() + second.sum()), x)[0], torch.full_like(x, 13.0))
+
+
+def test_a_dtype_that_a_call_leaves_at_its_default_is_one_in_the_backward(declare):
+    seen = []
+
+    def native(x: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        seen.append(dtype)
+        return x.to(dtype) * 2
+
+    declare(native)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert set(seen) == {torch.float64}
