@@ -12,7 +12,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
-from irframework.ops.rotary import rotary_embedding
+from irframework.ops.rotary import check_places, rotary_embedding
 from irframework.symbolic import same_sizes
 
 _CACHES = ("key_cache", "value_cache")
@@ -138,6 +138,39 @@ def rotary_embedding_reshape_and_cache(
     return query, key, *reshape_and_cache.native(key, value, key_cache, value_cache, slot_mapping)
 
 
+@reshape_and_cache.register_value_check
+def _check_slot_numbers(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    _check_slot_values("reshape_and_cache", key_cache, slot_mapping)
+
+
+@rotary_embedding_reshape_and_cache.register_value_check
+def _check_positions_and_slots(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> None:
+    check_places("rotary_embedding_reshape_and_cache", positions, cos_sin_cache)
+    _check_slot_values("rotary_embedding_reshape_and_cache", key_cache, slot_mapping)
+
+
+def _check_slot_values(op: str, cache: Tensor, slots: Tensor) -> None:
+    """A negative slot is none; one behind the end of the cache is a mistake."""
+    if not slots.numel() or cache.dim() != 4 or slots.is_floating_point():
+        return  # native's own checks come next
+    count, largest = cache.shape[0] * cache.shape[1], int(slots.max())
+    if largest >= count:
+        raise ArgumentError(f"Op {op!r}: argument 'slot_mapping' holds {largest}, but the cache has {count} slots.")
+
+
 def _state(tokens: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Caches with room for more tokens than there are, in blocks of 2, and slots in no order."""
     blocks = 1 << max(0, tokens - 1).bit_length()
@@ -171,6 +204,8 @@ def _rotary_and_cache_inputs(shape: tuple[int, ...], dtype: torch.dtype, device:
     tokens = torch.Size(shape[:-1]).numel()
     calls = rotary_embedding.input_generator(shape=(tokens, shape[-1]), dtype=dtype, device=device)  # type: ignore[misc]
     for number, (positions, query, key, cos_sin_cache, head_size, *rest) in enumerate(calls):
+        if key is None:
+            continue
         width = key.shape[-1] if key.dim() == 2 else key.shape[-2] * key.shape[-1]
         *caches, slots = _state(tokens, width, dtype, device)
         value = torch.randn_like(key)

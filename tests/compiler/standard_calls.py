@@ -115,6 +115,7 @@ CALLS = {
     "rotary_embedding-3d": Call(ir.ops.rotary_embedding, _rotary_of_sequences, {0: 1, 1: 1, 2: 1}),
 }
 
+OPS = tuple(dict.fromkeys(name.partition("-")[0] for name in CALLS))
 
 _NESTED = ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
 
@@ -172,7 +173,7 @@ def only(op: str, provider: str) -> Any:
 
 def prefer(provider: str) -> Any:
     """Prefer a provider for every standard op that it implements."""
-    names = [name for name in ir.ops.__all__ if provider in getattr(ir.ops, name).impls]
+    names = [name for name in OPS if provider in getattr(ir.ops, name).impls]
     return ir.priority({name: [provider] for name in names})
 
 

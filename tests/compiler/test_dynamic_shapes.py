@@ -10,6 +10,7 @@ from compiler_support import lowered
 from standard_calls import (
     CALLS,
     HIDDEN,
+    OPS,
     all_calls,
     all_calls_and_providers,
     available,
@@ -81,7 +82,7 @@ def test_one_compile_serves_sizes_that_only_a_run_can_tell(call, provider):
 
 
 @pytest.mark.parametrize("provider", ["native", "vllm_c"])
-@pytest.mark.parametrize("name", ir.ops.__all__)
+@pytest.mark.parametrize("name", OPS)
 def test_every_size_may_be_symbolic(name, provider):
     call = CALLS[name]
     counting = Counting()

@@ -60,9 +60,17 @@ CASES = {
 # Their outputs are float8, which has no finite differences, and no exact gradients.
 QUANTISING = {
     op: Case(getattr(ir.ops, op), lambda op=op: getattr(ir.ops, op).generate_inputs(shape=(4, 8)))
-    for op in ir.ops.__all__
-    if op.endswith("_quant_fp8")
+    for op in (
+        "static_quant_fp8",
+        "dynamic_quant_fp8",
+        *(
+            f"{op}_{kind}_quant_fp8"
+            for op in ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
+            for kind in ("static", "dynamic")
+        ),
+    )
 }
+OPS = tuple(dict.fromkeys((*(name.partition("-")[0] for name in CASES), *QUANTISING)))
 FAKES = ("t_overwriting", "t_nested", "t_writing")
 PROVIDERS = ("native", "vllm_c", *FAKES)
 
@@ -75,7 +83,7 @@ def ran_by(case: Case, provider: str) -> bool:
 
 def prefer(*providers: str) -> Any:
     """Prefer providers for every standard op that they implement, then native."""
-    ops = [getattr(ir.ops, name) for name in ir.ops.__all__]
+    ops = [getattr(ir.ops, name) for name in OPS]
     wanted = dict.fromkeys((*providers, "native"))
     return ir.priority({op.name: [p for p in wanted if p in op.impls] for op in ops})
 
@@ -142,7 +150,7 @@ def fake_providers() -> Iterator[None]:
         return into_fresh
 
     norm, add, rotary = ir.ops.rms_norm, ir.ops.fused_add_rms_norm, ir.ops.rotary_embedding
-    into_fresh = {name: writing(getattr(ir.ops, name)) for name in ir.ops.__all__}
+    into_fresh = {name: writing(getattr(ir.ops, name)) for name in OPS}
 
     @norm.register_impl("t_writing")
     def norm_writing(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> Any:
@@ -190,7 +198,7 @@ def fake_providers() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in ir.ops.__all__:
+        for name in OPS:
             for provider in FAKES:
                 getattr(ir.ops, name).unregister_impl(provider)
         library._destroy()

@@ -226,14 +226,14 @@ def test_rotary_embedding_takes_any_leading_dimensions(lead, split):
     close(got, exact_rotary(positions, query, cache, 8, True), torch.float32, ulps=4)
 
 
-def test_rotary_embedding_without_a_key_returns_an_empty_second():
+def test_rotary_embedding_without_a_key_returns_none_and_torch_sees_an_empty_second():
     query = torch.randn(2, 8)
     got = ir.ops.rotary_embedding(torch.tensor([1, 2]), query, None, cache_for(8, torch.float32), 8)
-    assert got[1].shape == (0,)
+    assert got[1] is None
     fake = ir.ops.rotary_embedding.torch_op(
         torch.empty(2, device="meta", dtype=torch.int64), query.to("meta"), None, torch.empty(32, 8, device="meta"), 8
     )
-    assert [t.shape for t in fake] == [t.shape for t in got]
+    assert [t.shape for t in fake] == [got[0].shape, (0,)]
 
 
 def test_rotary_embedding_keeps_the_length_of_a_pair():
@@ -364,12 +364,24 @@ def test_forward_mode_agrees_with_reverse_mode(case):
         torch.testing.assert_close(a, b)
 
 
+OPS = (
+    "rms_norm",
+    "fused_add_rms_norm",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rotary_embedding",
+    "static_quant_fp8",
+    "dynamic_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+)
+
+
 def cases(dtype=torch.float32, shape=(4, 64)):
-    return {name: getattr(ir.ops, name).generate_inputs(shape=shape, dtype=dtype) for name in ir.ops.__all__}
+    return {name: getattr(ir.ops, name).generate_inputs(shape=shape, dtype=dtype) for name in OPS}
 
 
 def in_place():
-    return [name for name in ir.ops.__all__ if getattr(ir.ops, name).allow_inplace]
+    return [name for name in OPS if getattr(ir.ops, name).allow_inplace]
 
 
 LAYOUTS = {
@@ -429,8 +441,8 @@ def test_symbolic_batch_stays_symbolic_without_guards(name):
         fakes = []
         for index, a in enumerate(args):
             if isinstance(a, torch.Tensor):
-                rows = a.shape[0] == 4
-                sizes = [DimDynamic.DYNAMIC if rows and d == 0 else DimDynamic.STATIC for d in range(a.dim())]
+                rows = 1 if name == "mrope" and a.shape == (3, 4) else 0 if a.shape[0] == 4 else None
+                sizes = [DimDynamic.DYNAMIC if d == rows else DimDynamic.STATIC for d in range(a.dim())]
                 a = mode.from_tensor(
                     a,
                     source=ConstantSource(f"arg{index}"),
@@ -454,7 +466,10 @@ def test_torch_checks_of_the_operator_pass(name, overload):
     args = tuple(
         a.requires_grad_(summed) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in cases()[name]
     )
-    torch.library.opcheck(target, args)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if any(isinstance(a, torch.Tensor) and a.is_floating_point() and a.dtype.itemsize == 1 for a in args):
+        checks.remove("test_schema")  # it compares the arguments before and after, which torch cannot with float8
+    torch.library.opcheck(target, args, test_utils=checks)
 
 
 @pytest.mark.parametrize("name", cases())
