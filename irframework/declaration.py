@@ -37,6 +37,13 @@ _RESERVED_OPS = (
     "pointwise_activation",
     "convolution",
     "projection",
+    "collectives",
+    "blocked_segments",
+    "causal_convolution",
+    "mixture_of_experts",
+    "state_slots",
+    "state_space",
+    "state_space_dual",
 )
 
 

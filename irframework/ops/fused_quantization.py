@@ -12,7 +12,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.ops.activation import silu_and_mul
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
-from irframework.ops.quantization import allow_one_code, dynamic_quant_fp8, scales, static_quant_fp8
+from irframework.ops.quantization import allow_one_code, check_scale_values, dynamic_quant_fp8, scales, static_quant_fp8
 
 
 @register_op
@@ -180,6 +180,23 @@ def _silu_static_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str)
 @silu_and_mul_dynamic_quant_fp8.register_input_generator
 def _silu_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
     return (torch.randn(shape, **options),)
+
+
+@rms_norm_static_quant_fp8.register_value_check
+def _check_norm_static_values(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> None:
+    check_scale_values("rms_norm_static_quant_fp8", "scale", scale)
+
+
+@fused_add_rms_norm_static_quant_fp8.register_value_check
+def _check_add_norm_static_values(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
+) -> None:
+    check_scale_values("fused_add_rms_norm_static_quant_fp8", "scale", scale)
+
+
+@silu_and_mul_static_quant_fp8.register_value_check
+def _check_silu_static_values(x: Tensor, scale: Tensor) -> None:
+    check_scale_values("silu_and_mul_static_quant_fp8", "scale", scale)
 
 
 for _op in (

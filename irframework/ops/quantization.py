@@ -1,5 +1,10 @@
-"""Meanings of the quantisations to 8-bit floating point. Does not hold kernels."""
+"""Meanings of the quantisations to 8-bit floating point with one scale for a tensor or for a row.
 
+Does not hold those with a scale for a block of a row, other formats, and the way back (`block_quantization.py`), nor
+kernels.
+"""
+
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +14,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.op import IrOp
-from irframework.ops.layernorm import check_floating
+from irframework.ops.layernorm import check_floating, check_rows, widened
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max  # 448
@@ -21,20 +26,51 @@ def allow_one_code(op: IrOp) -> None:
     op.override_tolerance(FP8, atol=2.0**-9, rtol=2.0**-3)
 
 
-def _check_scale(op: str, scale: Tensor) -> None:
+def check_scale(op: str, name: str, scale: Tensor) -> None:
+    """Raise unless a scale is one float32 number.
+
+    Raises:
+        ArgumentError: Names the op, the argument, its dtype and its shape.
+    """
     if scale.dtype != torch.float32 or scale.numel() != 1:
         raise ArgumentError(
-            f"Op {op!r}: argument 'scale' must hold one float32 number, it has dtype {scale.dtype} and shape "
+            f"Op {op!r}: argument {name!r} must hold one float32 number, it has dtype {scale.dtype} and shape "
             f"{tuple(scale.shape)}."
         )
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+def check_scale_values(op: str, name: str, scale: Tensor) -> None:
+    """Raise where a scale is zero or not finite. Reads values, so it has no place in a native body.
+
+    Raises:
+        ArgumentError: Names the op, the argument and the scale.
+    """
+    if scale.is_floating_point() and scale.numel():
+        values = scale.reshape(-1)
+        wrong = values[~values.isfinite() | (values == 0)] if scale.numel() > 1 else values
+        for value in wrong[:1].tolist():
+            if value == 0 or not math.isfinite(value):
+                raise ArgumentError(f"Op {op!r}: argument {name!r} holds {value}; a scale is finite and not zero.")
 
 
-def _codes(h: Tensor, scale: Tensor) -> Tensor:
+def fp8_codes(h: Tensor, scale: Tensor) -> Tensor:
+    """Return the codes of numbers in a wide dtype."""
     return (h * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def divided(largest: Tensor, by: float) -> Tensor:
+    """Divide by a number. torch multiplies with its inverse on some devices, which rounds otherwise."""
+    return largest / torch.full_like(largest, by)
+
+
+def fp8_scale(largest: Tensor) -> Tensor:
+    """Return the scale that gives the largest magnitude the largest code."""
+    return divided(largest, FP8_MAX).clamp_min(SMALLEST_SCALE)
+
+
+def largest_of_rows(h: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, `[..., 1]`; 0 for rows without elements."""
+    return h.new_zeros((*h.shape[:-1], 1)) if h.shape[-1] == 0 else h.abs().amax(-1, keepdim=True)
 
 
 @register_op
@@ -53,13 +89,13 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
         `[...]`, float8_e4m3fn.
 
     Raises:
-        ArgumentError: x is not floating point, or the scale is not one float32 number.
+        ArgumentError: x is not floating point, or the scale is not one float32 number, is zero or is not finite.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3.
     """
     check_floating("static_quant_fp8", "x", x)
-    _check_scale("static_quant_fp8", scale)
-    return _codes(_wide(x), scale.reshape(()))
+    check_scale("static_quant_fp8", "scale", scale)
+    return fp8_codes(widened(x), scale.reshape(()))
 
 
 @register_op
@@ -81,22 +117,47 @@ def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3.
     """
-    check_floating("dynamic_quant_fp8", "x", x)
-    if x.dim() == 0:
-        raise ArgumentError("Op 'dynamic_quant_fp8': argument 'x' must have at least one dimension, it is a scalar.")
-    h = _wide(x)
-    if x.shape[-1] == 0:
-        largest = h.new_zeros((*x.shape[:-1], 1))
-    else:
-        largest = h.abs().amax(-1, keepdim=True)
-    # Divided by a tensor: by a number, torch multiplies with its inverse on some devices, which rounds otherwise.
-    scale = (largest / torch.full_like(largest, FP8_MAX)).clamp_min(SMALLEST_SCALE)
-    return _codes(h, scale), scale.to(torch.float32)
+    check_rows("dynamic_quant_fp8", x)
+    h = widened(x)
+    scale = fp8_scale(largest_of_rows(h))
+    return fp8_codes(h, scale), scale.to(torch.float32)
+
+
+@register_op
+def tensor_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise with one scale for the whole tensor: `scale = max(|x|) / 448; q = round(x * (1 / scale))`.
+
+    The scale is at least `1 / (448 * 512)`, so zeros give zeros. Computed and rounded as `static_quant_fp8`. One NaN
+    makes the scale and all codes NaN; an infinity makes the scale infinite, its own code NaN and the others zero. A
+    token's codes depend on all tokens of the tensor: where batches are composed anew, take `dynamic_quant_fp8`.
+
+    Args:
+        x: `[...]`, floating point.
+
+    Returns:
+        `(q, scale)`: `[...]` in float8_e4m3fn, and `[1]` in float32. `x ~ q * scale`.
+
+    Raises:
+        ArgumentError: x is not floating point.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3.
+    """
+    check_floating("tensor_quant_fp8", "x", x)
+    h = widened(x)
+    rows = largest_of_rows(h) if h.dim() else h.abs()
+    largest = torch.cat((rows.reshape(-1), rows.new_zeros(1))).amax(0, keepdim=True)  # there may be no rows
+    scale = fp8_scale(largest)
+    return fp8_codes(h, scale.reshape(())), scale.to(torch.float32)
 
 
 def scales(device: Any) -> tuple[Tensor, ...]:
     """Scales worth testing: usual; without dimensions, and so small that codes are clamped; large."""
     return tuple(torch.full(shape, value, device=device) for shape, value in (((1,), 0.02), ((), 1e-3), ((1,), 3.0)))
+
+
+@static_quant_fp8.register_value_check
+def _check_static_values(x: Tensor, scale: Tensor) -> None:
+    check_scale_values("static_quant_fp8", "scale", scale)
 
 
 @static_quant_fp8.register_input_generator
@@ -111,5 +172,12 @@ def _dynamic_quant_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, 
     return (torch.randn(shape, **options),)
 
 
-allow_one_code(static_quant_fp8)
-allow_one_code(dynamic_quant_fp8)
+@tensor_quant_fp8.register_input_generator
+def _tensor_quant_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    x = torch.randn(shape, **options)
+    yield (x,)
+    yield (x * 1e-3,)
+
+
+for _op in (static_quant_fp8, dynamic_quant_fp8, tensor_quant_fp8):
+    allow_one_code(_op)

@@ -1,6 +1,9 @@
-"""Meaning of the rotary position embedding. Does not hold kernels."""
+"""Meaning of the rotary position embedding, and what all rotary embeddings share.
 
-from collections.abc import Iterator
+Does not hold the embeddings of other families (`multimodal_rotary.py`), nor kernels.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +11,11 @@ from torch import Tensor
 
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
-from irframework.ops.layernorm import check_floating
+from irframework.ops.layernorm import check_floating, widened
 from irframework.symbolic import same_sizes
 
 
-@register_op(activations=("query", "key"))
+@register_op(activations=("query", "key"), optional_outputs={1: "key"})
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -20,7 +23,7 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     head_size: int,
     is_neox: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys by angles that depend on their positions.
 
     With `cos, sin = cos_sin_cache[positions].chunk(2, -1)`, and `a, b` the two halves of the first `rotary_dim`
@@ -36,59 +39,124 @@ def rotary_embedding(
         is_neox: Rotate halves (GPT-NeoX, Llama) instead of neighbours (GPT-J).
 
     Returns:
-        The rotated query and key, with their shapes and dtypes. Without a key, the second is an empty tensor `[0]`.
+        The rotated query and key, with their shapes and dtypes. Without a key, the second is None.
 
     Raises:
-        ArgumentError: Shapes do not fit each other, or a dtype is wrong.
+        ArgumentError: Shapes do not fit each other, or a dtype is wrong; a position is negative or has no row in the
+            cache.
 
     Source: Su et al., "RoFormer" (2021).
     """
+    check_positions("rotary_embedding", positions, cos_sin_cache, head_size)
+    check_heads("rotary_embedding", "query", query, positions.shape, head_size)
+    cos, sin = cos_sin_cache.index_select(0, positions.reshape(-1)).chunk(2, -1)
+    lead = positions.dim()
+    rotated = rotated_heads(query, cos, sin, query.dim() > lead + 1, head_size, is_neox)
+    if key is None:
+        return rotated, None
+    check_heads("rotary_embedding", "key", key, positions.shape, head_size)
+    return rotated, rotated_heads(key, cos, sin, key.dim() > lead + 1, head_size, is_neox)
+
+
+def check_positions(op: str, positions: Tensor, cos_sin_cache: Tensor, head_size: int) -> None:
+    """Raise unless positions are integers and the cache has rows for heads of this size.
+
+    Raises:
+        ArgumentError: Names the op and the argument.
+    """
     if positions.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(
-            f"Op 'rotary_embedding': argument 'positions' must have dtype int32 or int64, it has {positions.dtype}."
+            f"Op {op!r}: argument 'positions' must have dtype int32 or int64, it has {positions.dtype}."
         )
-    check_floating("rotary_embedding", "query", query)
-    check_floating("rotary_embedding", "cos_sin_cache", cos_sin_cache)
+    check_floating(op, "cos_sin_cache", cos_sin_cache)
     rotary_dim = cos_sin_cache.shape[-1] if cos_sin_cache.dim() == 2 else None
     if rotary_dim is None or rotary_dim % 2 or rotary_dim > head_size:
         raise ArgumentError(
-            f"Op 'rotary_embedding': argument 'cos_sin_cache' must have shape [max_positions, rotary_dim] with an even "
+            f"Op {op!r}: argument 'cos_sin_cache' must have shape [max_positions, rotary_dim] with an even "
             f"rotary_dim of at most head_size={head_size}, it has {tuple(cos_sin_cache.shape)}."
         )
-    angles = cos_sin_cache.index_select(0, positions.reshape(-1))
-    rotated = _rotate("query", query, positions, angles, head_size, is_neox)
-    if key is None:
-        return rotated, query.new_empty(0)
-    check_floating("rotary_embedding", "key", key)
-    return rotated, _rotate("key", key, positions, angles, head_size, is_neox)
 
 
-def _rotate(name: str, x: Tensor, positions: Tensor, angles: Tensor, head_size: int, is_neox: bool) -> Tensor:
-    lead = positions.dim()
-    fits = (
-        x.dim() in (lead + 1, lead + 2) and same_sizes(x.shape[:lead], positions.shape) and x.shape[-1] % head_size == 0
-    )
-    if not fits or (x.dim() == lead + 2 and x.shape[-1] != head_size):
+def check_places(op: str, positions: Tensor, cos_sin_cache: Tensor | None) -> None:
+    """Raise where a position is negative or has no row in the cache. Reads values, so it has no place in a native body.
+
+    Raises:
+        ArgumentError: Names the op and the position.
+    """
+    if positions.dtype not in (torch.int32, torch.int64) or not positions.numel():
+        return  # the first is an error of its own
+    lowest, highest = (int(place) for place in torch.aminmax(positions))
+    if lowest < 0:
+        raise ArgumentError(f"Op {op!r}: argument 'positions' holds {lowest}; positions are at least 0.")
+    if cos_sin_cache is not None and cos_sin_cache.dim() == 2 and highest >= cos_sin_cache.shape[0]:
         raise ArgumentError(
-            f"Op 'rotary_embedding': argument {name!r} has shape {tuple(x.shape)}; with positions of shape "
-            f"{tuple(positions.shape)} and head_size={head_size} it must be [..., heads * head_size] or "
-            "[..., heads, head_size]."
+            f"Op {op!r}: argument 'positions' holds {highest}, but 'cos_sin_cache' has {cos_sin_cache.shape[0]} rows."
         )
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    count = x.shape[-2] if x.dim() == lead + 2 else x.shape[-1] // head_size
-    heads = x.reshape(angles.shape[0], count, head_size)
-    cos, sin = angles.to(wide).unsqueeze(1).chunk(2, -1)
+
+
+def check_heads(op: str, name: str, x: Tensor, lead: Sequence[Any], head_size: int) -> None:
+    """Raise unless x holds heads of this size for tokens of this shape.
+
+    Raises:
+        ArgumentError: Names the op and the argument.
+    """
+    check_floating(op, name, x)
+    tokens = len(lead)
+    fits = x.dim() in (tokens + 1, tokens + 2) and same_sizes(x.shape[:tokens], lead) and x.shape[-1] % head_size == 0
+    if not fits or (x.dim() == tokens + 2 and x.shape[-1] != head_size):
+        raise ArgumentError(
+            f"Op {op!r}: argument {name!r} has shape {tuple(x.shape)}; with positions of shape {tuple(lead)} and "
+            f"head_size={head_size} it must be [..., heads * head_size] or [..., heads, head_size]."
+        )
+
+
+def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor, apart: bool, head_size: int, is_neox: bool) -> Tensor:
+    """Rotate all heads of a token by its angles.
+
+    Args:
+        x: Heads side by side or apart, as `check_heads` lets through.
+        cos: `[tokens, rotary_dim / 2]`.
+        sin: Like cos.
+        apart: Whether heads have a dimension of their own.
+        head_size: Elements of one head.
+        is_neox: Rotate halves instead of neighbours.
+    """
+    count = x.shape[-2] if apart else x.shape[-1] // head_size
+    heads = x.reshape(cos.shape[0], count, head_size)
+    return turned(heads, cos.unsqueeze(1), sin.unsqueeze(1), is_neox).reshape(x.shape)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
+    """Rotate the start of the last dimension, and keep what is behind it.
+
+    Args:
+        x: `[..., head_size]`, floating point.
+        cos: `[..., rotary_dim / 2]`, leading dimensions as x or 1.
+        sin: Like cos.
+        is_neox: Rotate halves instead of neighbours.
+
+    Returns:
+        Like x. Computed in float32 (float64 for float64 x) and rounded once.
+    """
+    h = widened(x)
+    cos, sin = cos.to(h.dtype), sin.to(h.dtype)
     half = cos.shape[-1]
-    h = heads.to(wide)
     if is_neox:
         a, b = h[..., :half], h[..., half : 2 * half]
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        result = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     else:
         a, b = h[..., : 2 * half : 2], h[..., 1 : 2 * half : 2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-    if 2 * half < head_size:
-        turned = torch.cat((turned, h[..., 2 * half :]), -1)
-    return turned.to(x.dtype).reshape(x.shape)
+        result = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+    if 2 * half < x.shape[-1]:
+        result = torch.cat((result, h[..., 2 * half :]), -1)
+    return result.to(x.dtype)
+
+
+@rotary_embedding.register_value_check
+def _check_rotary_values(
+    positions: Tensor, query: Tensor, key: Tensor | None, cos_sin_cache: Tensor, head_size: int, is_neox: bool = True
+) -> None:
+    check_places("rotary_embedding", positions, cos_sin_cache)
 
 
 @rotary_embedding.register_input_generator
@@ -105,6 +173,7 @@ def _rotary_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> I
     for is_neox in (True, False):  # only the first part of a head turns
         yield positions, query, key, narrow, head_size, is_neox
     yield positions.int(), query, key[..., :head_size], cache, head_size  # one head for all queries
+    yield positions, query, None, cache, head_size
     yield positions, query, key, cache.float(), head_size
     heads = query.unflatten(-1, (-1, head_size)) if head_size else query
     yield positions, heads, heads * 2, cache, head_size
