@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from irframework import compiler, errors, ops, testing
+    from irframework import compat, compiler, errors, layers, ops, testing
     from irframework.compiler import install, last_report
     from irframework.conditions import supports
     from irframework.config import IrOpPriorityConfig, KernelConfig, add_cli_args, configure, current_config
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 IMPORTED_AT = time.time()  # plugins import this package first: older files are what this process has loaded
 
-_MODULES = ("compiler", "errors", "integrations", "ops", "testing")
+_MODULES = ("compat", "compiler", "errors", "integrations", "layers", "ops", "testing")
 _NAMES = {
     "Candidate": "decision",
     "Decision": "decision",
@@ -72,6 +72,7 @@ __all__ = [
     "Rejected",
     "Tolerance",
     "add_cli_args",
+    "compat",
     "compiler",
     "configure",
     "current_config",
@@ -82,6 +83,7 @@ __all__ = [
     "hookimpl",
     "install",
     "last_report",
+    "layers",
     "load_plugins",
     "ops",
     "plugins",
@@ -122,6 +124,7 @@ class _Package(ModuleType):
 
     plugins = _Public("plugins")
     priority = _Public("priority")
+    registry = _Public("registry")
 
 
 sys.modules[__name__].__class__ = _Package

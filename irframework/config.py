@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator, model_validator
 
+from irframework.custom_op_rules import parse_rules, rules_in_force
 from irframework.errors import ConfigError, IrError
 from irframework.priority import check_named, env_priorities, parse_priorities, parse_providers
 from irframework.registry import registry
@@ -58,9 +59,11 @@ class KernelConfig(_Model):
         autotune: Whether providers may measure to choose between their kernels. No provider here does so yet.
         strict: Whether a plugin that fails raises instead of being quarantined.
         batch_invariant: Only implementations that are declared batch invariant may be chosen, or native.
+        custom_ops: Which ops and layers use kernels at all: `all` or `none`, `+name`, `-name`, in a list or a comma
+            string.
 
     Raises:
-        ConfigError: A value cannot be read, or an op or provider does not exist.
+        ConfigError: A value cannot be read, an op or provider does not exist, or two values contradict each other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,6 +73,7 @@ class KernelConfig(_Model):
     autotune: bool = False
     strict: bool = False
     batch_invariant: bool = False
+    custom_ops: list[str] = []
     _from_cli: bool = PrivateAttr(default=False)
 
     @field_validator("ir_op_priority", mode="before")
@@ -82,6 +86,24 @@ class KernelConfig(_Model):
         lists = parse_priorities(value, "ir_op_priority")
         check_named(lists, "config")
         return {op: list(providers) for op, providers in lists.items()}
+
+    @field_validator("custom_ops", mode="before")
+    @classmethod
+    def _read_rules(cls, value: Any) -> Any:
+        parse_rules(value)
+        words = value.split(",") if isinstance(value, str) else value
+        return [word.strip() for word in words if word.strip()]
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> "KernelConfig":
+        for name in sorted(parse_rules(self.custom_ops).off):
+            wanted = [provider for provider in self.ir_op_priority.get(name, ()) if provider != "native"]
+            if wanted:
+                raise ConfigError(
+                    f"custom_ops switches {name!r} off ('-{name}'), and ir_op_priority asks for {wanted[0]!r} there. "
+                    "Keep one of the two."
+                )
+        return self
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> "KernelConfig":
@@ -101,6 +123,8 @@ class KernelConfig(_Model):
             if given.get(f"ir_{name}") is not None
         }
         values: dict[str, Any] = {"ir_op_priority": lists} if lists else {}
+        if given.get("ir_custom_ops"):
+            values["custom_ops"] = given["ir_custom_ops"]
         config = cls(**values, **switches)
         config._from_cli = True
         return config
@@ -123,6 +147,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
             metavar="PROVIDER,...",
             help=argparse.SUPPRESS,
         )
+    group.add_argument(
+        "--ir-custom-ops",
+        metavar="RULE,...",
+        help="which ops and layers use kernels: all or none, +name, -name (write --ir-custom-ops=-name)",
+    )
     for name, what in (
         ("fusion", "rewrite compiled graphs to use fused ops"),
         ("batch_invariant", "use batch-invariant implementations only"),
@@ -185,4 +214,5 @@ def current_config() -> KernelConfig:
         autotune=autotune,
         strict=effective("strict"),
         batch_invariant=effective("batch_invariant"),
+        custom_ops=rules_in_force().written(),
     )

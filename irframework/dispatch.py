@@ -22,6 +22,7 @@ from irframework.settings import effective
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
+    from irframework.layers import CustomOp
     from irframework.op import IrOp
 
 logger = logging.getLogger(__name__)
@@ -87,11 +88,11 @@ def _tell_what_invariance_costs(op: "IrOp", candidates: list[Candidate]) -> None
         )
 
 
-def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
+def explain(op: "IrOp | CustomOp | str", *args: Any, **kwargs: Any) -> Decision:
     """Return the decision for a call, with a reason for every candidate.
 
     Args:
-        op: The op or its name.
+        op: The op or its name, or a layer that dispatches through one.
         *args: The call's arguments.
         **kwargs: The call's keyword arguments.
 
@@ -104,7 +105,7 @@ def explain(op: "IrOp | str", *args: Any, **kwargs: Any) -> Decision:
 
     found = find_op(op) if isinstance(op, str) else op
     if not callable(getattr(found, "explain", None)):
-        raise ArgumentError(f"ir.explain expects an op or its name first, got {op!r:.60}.")
+        raise ArgumentError(f"ir.explain expects an op, its name or a layer first, got {op!r:.60}.")
     return found.explain(*args, **kwargs)
 
 

@@ -116,6 +116,26 @@ class DeviceUnavailableError(IrError, RuntimeError):
     """A device was named that torch cannot use on this machine."""
 
 
+class InvalidLayerError(IrError, TypeError, ValueError):
+    """A class was registered as a layer that cannot be one, or says `ir_op` about something that is no op."""
+
+
+class DuplicateLayerError(IrError, ValueError):
+    """Two different classes were registered as the same layer, or as the replacement of the same one."""
+
+
+class ReplacementError(IrError, TypeError, ValueError):
+    """A class was registered as the replacement of a layer that it does not subclass."""
+
+
+class MissingForwardError(IrError, NotImplementedError):
+    """A layer was called on a platform that it has no method for."""
+
+
+class MigrationError(IrError, ValueError):
+    """A file that is to be migrated cannot be read, or holds nothing to migrate."""
+
+
 class NothingToMeasureError(IrError, RuntimeError):
     """A benchmark was asked for, and nobody here takes any of its calls."""
 

@@ -1,8 +1,8 @@
 """The order in which an op's providers are asked.
 
-Owns the layers (context, compile option, configuration, command line, environment, platform default, registered,
-native), how they merge into one list per op, and the snapshot of all lists that guards and cache keys compare. Does not
-ask the providers: see `dispatch.py`.
+Owns the layers (context, compile option, configuration, command line, environment, `custom_ops`, platform default,
+registered, native), how they merge into one list per op, and the snapshot of all lists that guards and cache keys
+compare. Does not ask the providers: see `dispatch.py`.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from irframework.custom_op_rules import native_only
 from irframework.errors import PrioritySyntaxError, UnknownProviderError, suggest
 from irframework.registry import registry
 from irframework.settings import effective, layers, settings
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MODES = ("eager", "inductor")  # what a platform's defaults are asked for
 Providers = str | Iterable[str]
-EMPTY: Mapping[str, tuple[str, ...]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ def _layers(op: "IrOp", device: str | None, mode: str) -> Iterator[tuple[str, It
     for origin, layer in (("config", layers.config), ("cli", layers.cli)):
         if layer is not None:
             named.append((origin, {name: tuple(providers) for name, providers in layer.ir_op_priority.items()}))
-    named.append(("env", env_priorities()))
+    named += [("env", env_priorities()), ("custom_ops", native_only(op.name))]
     for origin, lists in named:
         if op.name in lists:
             yield origin, _known_providers(op, lists[op.name], origin)
@@ -325,7 +325,7 @@ def _layers(op: "IrOp", device: str | None, mode: str) -> Iterator[tuple[str, It
 
 
 _env_text: str | None = None
-_env_lists: Mapping[str, tuple[str, ...]] = EMPTY
+_env_lists: Mapping[str, tuple[str, ...]] = {}
 
 
 def env_priorities() -> Mapping[str, tuple[str, ...]]:

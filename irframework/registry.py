@@ -1,7 +1,7 @@
-"""The one table of ops, and transactions over it.
+"""The one table of ops and layers, and transactions over it.
 
-Owns which ops exist, finding one by name, and the undo journal that makes a plugin's registrations all-or-nothing. Does
-not know what an op or an implementation is.
+Owns which ops and layers exist, finding an op by name, and the undo journal that makes a plugin's registrations
+all-or-nothing. Does not know what an op, an implementation or a layer is.
 """
 
 import importlib
@@ -42,11 +42,15 @@ class Registry:
 
     Attributes:
         ops: The ops by name.
+        layers: Classes of layers by the name that they were registered under.
+        replacements: Classes by the class name of the layer that they stand in for.
         generation: Grows with every registration or configuration.
         transaction: The plugin that is registering in this thread's load, if any.
     """
 
     ops: dict[str, "IrOp"] = field(default_factory=dict)
+    layers: dict[str, type] = field(default_factory=dict)
+    replacements: dict[str, type] = field(default_factory=dict)
     generation: int = 0
     transaction: Transaction | None = None
     lock: threading.RLock = field(default_factory=threading.RLock)

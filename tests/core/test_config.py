@@ -49,6 +49,7 @@ def test_defaults():
         "autotune": False,
         "strict": False,
         "batch_invariant": False,
+        "custom_ops": [],
     }
 
 
