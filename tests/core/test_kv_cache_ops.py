@@ -160,3 +160,32 @@ def test_positions_in_a_matrix_are_refused_by_the_fused_op():
     positions = torch.zeros(5, 1, dtype=torch.int64)
     with pytest.raises(errors.ArgumentError, match="argument 'positions' must be a vector"):
         ir.ops.rotary_embedding_reshape_and_cache(*changed(NAMES[1], positions=positions))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_a_slot_behind_the_end_of_the_cache_is_refused_before_anything_is_written(name, slot_dtype):
+    slots = torch.tensor([7, 0, 12, 3, -8], dtype=slot_dtype)
+    args = changed(name, slot_mapping=slots)
+    before = [a.clone() if torch.is_tensor(a) else a for a in args]
+    with pytest.raises(errors.ArgumentError, match=f"{name}.*'slot_mapping' holds 12, but the cache has 12 slots"):
+        getattr(ir.ops, name).maybe_inplace(*args)
+    assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True) if torch.is_tensor(a))
+
+
+@pytest.mark.parametrize("position", [-1, 9])
+def test_a_position_without_angles_is_refused_by_the_fused_op(position):
+    args = changed(NAMES[1], positions=torch.tensor([0, 1, position, 2, 3]))
+    with pytest.raises(errors.ArgumentError, match=f"'positions' holds {position}"):
+        ir.ops.rotary_embedding_reshape_and_cache(*args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_native_leaves_out_slots_that_the_cache_does_not_have(name):
+    """Compiled, nobody checks values."""
+    op = getattr(ir.ops, name)
+    given = op.named(op.bind(call_of(name)))
+    slots = torch.tensor([7, 0, 12, 3, -8])
+    got = op.native(**{**given, "slot_mapping": slots})
+    want = op.native(**{**given, "slot_mapping": torch.where(slots == 12, -1, slots)})
+    assert all(map(torch.equal, got, want))
