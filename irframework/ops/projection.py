@@ -112,6 +112,20 @@ def vocab_parallel_embedding(
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
+@vocab_parallel_embedding.register_value_check
+def _check_ids(
+    ids: Tensor, weight: Tensor, start: int = 0, end: int | None = None, vocab_size: int | None = None
+) -> None:
+    if vocab_size is None or ids.numel() == 0:
+        return
+    smallest, largest = (int(number) for number in ids.aminmax())
+    if smallest < 0 or largest >= vocab_size:
+        raise ArgumentError(
+            f"Op 'vocab_parallel_embedding': argument 'ids' holds {smallest if smallest < 0 else largest}; ids are "
+            f"numbers from 0 to {vocab_size - 1} (vocab_size={vocab_size})."
+        )
+
+
 @register_op
 def logits(
     x: Tensor,
@@ -182,7 +196,7 @@ def _embedding_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -
     yield ids, torch.randn((40, shape[-1]), dtype=dtype, device=device)
     part = torch.randn((16, shape[-1]), dtype=dtype, device=device)
     yield ids, part, 8
-    yield ids.to(torch.int32), part, 24, 37, 37  # with rows of padding
+    yield ids.to(torch.int32), part, 24, 37, 40  # with rows of padding
 
 
 @logits.register_input_generator
