@@ -52,8 +52,10 @@ from decoder_model import (  # noqa: E402
     KINDS,
     TINY,
     Case,
+    Layer,
     Model,
     Shape,
+    in_blocks,
     ir_ops,
     make_floor,
     make_layer,
@@ -76,25 +78,29 @@ def variants_of(model: Model, options: argparse.Namespace) -> dict[str, Callable
     """Functions of (x, residual), which may overwrite both; `floor` takes them and looks at neither."""
     native, with_ir = (make_layer(model.shape, model.case, model.kind, ops) for ops in (native_ops(), ir_ops()))
 
-    def whole(layer: Callable[..., tuple[Tensor, Tensor]]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        def run(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-            for weights in model.layers:
-                x, residual = layer(x, residual, weights, model.step)
-            return x, residual
+    blocks = tuple(in_blocks(weights, model.shape) for weights in model.layers)
+
+    def whole(layer: Callable[..., tuple[Tensor, ...]], layers: tuple[Layer, ...]) -> Callable[..., Any]:
+        def run(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+            caches: list[Tensor] = []
+            for weights in layers:
+                x, residual, *cache = layer(x, residual, weights, model.step)
+                caches += cache
+            return x, residual, *caches
 
         return run
 
-    def compiled(layer: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    def compiled(layer: Callable[..., Any], layers: tuple[Layer, ...], backend: str) -> Callable[..., Any]:
         build = partial(torch.compile, backend=backend, dynamic=False, fullgraph=True)
-        return build(whole(layer)) if options.compile == "model" else whole(build(layer))
+        return build(whole(layer, layers)) if options.compile == "model" else whole(build(layer), layers)
 
     floor = make_floor(model)
     return {
         "floor": lambda x, residual: floor(),
-        "eager": whole(native),
-        "compile": compiled(native, "inductor"),
-        "ir": whole(with_ir),
-        "ir+compile": compiled(with_ir, "irframework"),
+        "eager": whole(native, model.layers),
+        "compile": compiled(native, model.layers, "inductor"),
+        "ir": whole(with_ir, blocks),
+        "ir+compile": compiled(with_ir, blocks, "irframework"),
     }
 
 
@@ -115,16 +121,28 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 def check(model: Model, runs: dict[str, Callable[..., Any]]) -> dict[str, float]:
     """Relative error of each variant to eager, on the same input; compiles what has to be compiled.
 
-    A variant that fails is taken out of `runs`.
+    What is compared: the model's outputs, and what it wrote to the last layer's cache. A variant that fails is taken
+    out of `runs`.
     """
     errors: dict[str, float] = {}
-    wanted = [result.clone() for result in runs["eager"](model.x.clone(), model.residual.clone())]
+
+    def results_of(run: Callable[..., Any]) -> list[Tensor]:
+        for weights in model.layers:  # what one variant wrote must not do for the next
+            for cache in (weights.keys, weights.values):
+                cache[model.step.slots] = float("nan")
+        x, residual, *caches = run(model.x.clone(), model.residual.clone())
+        written = [cache.view(-1, model.shape.key)[model.step.slots] for cache in caches[-2:]]
+        return [result.clone() for result in (x, residual, *written)]
+
+    wanted = results_of(runs["eager"])
     for name in list(runs):
         try:
             with as_delivered() if name == "compile" else nullcontext():
-                got = runs[name](model.x.clone(), model.residual.clone())
-            if name not in ("floor", "eager"):
-                errors[name] = max(relative_error(mine, right) for mine, right in zip(got, wanted, strict=True))
+                if name in ("floor", "eager"):
+                    runs[name](model.x.clone(), model.residual.clone())
+                    continue
+                got = results_of(runs[name])
+            errors[name] = max(relative_error(mine, right) for mine, right in zip(got, wanted, strict=True))
         except Exception as error:
             first = str(error).splitlines()[0][:300] if str(error) else ""
             print(f"FAILED   {name} {model.case.name} {model.kind}: {type(error).__name__}: {first}", flush=True)
@@ -214,7 +232,7 @@ def run_one(shape: Shape, case: Case, kind: str, options: argparse.Namespace) ->
 
 def providers(device: str) -> str:
     """Who runs the ops of the model, for people."""
-    names = ("fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "dynamic_quant_fp8")
+    names = ("fused_add_rms_norm", "silu_and_mul", "rotary_embedding_reshape_and_cache", "dynamic_quant_fp8")
     chosen = {}
     for name in names:
         op = getattr(ir.ops, name)

@@ -2,7 +2,8 @@
 
 Nothing is copied that need not be: q, k and v are parts of one product and are given to kernels as rows with a stride;
 keys and values are written to their places in the cache, which attention reads as it lies; a prompt's attention reads
-its own keys and values.
+its own keys and values. Plain torch writes to the cache in place, as rows of slots; the IR op is given the same memory
+in blocks, and gives it back.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import irframework as ir
 
 FP8 = torch.float8_e4m3fn
 EPSILON = 1e-5
+BLOCK = 16  # slots of the cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Linear(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One layer's weights, and its part of the cache, [slots, key]."""
+    """One layer's weights, and its part of the cache, [slots, key], or in blocks of slots (`in_blocks`)."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -84,6 +86,12 @@ class Layer(NamedTuple):
     down: Linear
     keys: Tensor
     values: Tensor
+
+
+def in_blocks(layer: Layer, shape: Shape) -> Layer:
+    """The layer with the same cache as [blocks, BLOCK, key heads, head]."""
+    keys, values = (t.view(-1, BLOCK, shape.key_heads, shape.head) for t in (layer.keys, layer.values))
+    return layer._replace(keys=keys, values=values)
 
 
 class Step(NamedTuple):
@@ -168,7 +176,25 @@ class Ops:
     silu: Callable[..., Any]
     silu_static: Callable[..., Any]
     silu_dynamic: Callable[..., Any]
-    rotary: Callable[..., Any]
+    rotary_and_cache: Callable[..., Any]
+
+
+def write_in_place(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    head: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plain torch: the rotary embedding, and writes to rows of the cache."""
+    query, key = ir.ops.rotary_embedding.native(positions, query, key, cos_sin, head)
+    keys.index_copy_(0, slots, key)
+    values.index_copy_(0, slots, value)
+    return query, key, keys, values
 
 
 def native_ops() -> Ops:
@@ -181,7 +207,7 @@ def native_ops() -> Ops:
         ir.ops.silu_and_mul.native,
         ir.ops.silu_and_mul_static_quant_fp8.native,
         ir.ops.silu_and_mul_dynamic_quant_fp8.native,
-        ir.ops.rotary_embedding.native,
+        write_in_place,
     )
 
 
@@ -195,7 +221,7 @@ def ir_ops() -> Ops:
         ir.ops.silu_and_mul,
         ir.ops.silu_and_mul_static_quant_fp8,
         ir.ops.silu_and_mul_dynamic_quant_fp8,
-        ir.ops.rotary_embedding,
+        ir.ops.rotary_embedding_reshape_and_cache.maybe_inplace,
     )
 
 
@@ -231,8 +257,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, shape: Shape, case: Case
     return y.transpose(1, 2).reshape(case.tokens, shape.query)
 
 
-def make_layer(shape: Shape, case: Case, kind: str, ops: Ops) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The layer as a function of (x, residual, weights, step)."""
+def make_layer(shape: Shape, case: Case, kind: str, ops: Ops) -> Callable[..., tuple[Tensor, ...]]:
+    """The layer as a function of (x, residual, weights, step); it returns the next two, and its cache."""
 
     def add_norm(x: Tensor, residual: Tensor, weight: Tensor, after: Linear) -> tuple[Quantised, Tensor]:
         if kind == "fp8":
@@ -260,18 +286,18 @@ def make_layer(shape: Shape, case: Case, kind: str, ops: Ops) -> Callable[..., t
             return q, scale
         return ops.silu(x), None
 
-    def layer(x: Tensor, residual: Tensor, weights: Layer, step: Step) -> tuple[Tensor, Tensor]:
+    def layer(x: Tensor, residual: Tensor, weights: Layer, step: Step) -> tuple[Tensor, ...]:
         normed, residual = add_norm(x, residual, weights.attention_norm, weights.qkv)
         query, key, value = product(normed, weights.qkv).split((shape.query, shape.key, shape.key), -1)
-        query, key = ops.rotary(step.positions, query, key, step.cos_sin, shape.head, True)
-        weights.keys.index_copy_(0, step.slots, key)
-        weights.values.index_copy_(0, step.slots, value)
-        seen = (weights.keys, weights.values) if case.decode else (key, value)
+        query, key, keys, values = ops.rotary_and_cache(
+            step.positions, query, key, value, weights.keys, weights.values, step.slots, step.cos_sin, shape.head
+        )
+        seen = (keys.view(-1, shape.key), values.view(-1, shape.key)) if case.decode else (key, value)
         attended = attend(query, *seen, shape, case)
         x = product(quantised(attended, weights.out), weights.out)
         normed, residual = add_norm(x, residual, weights.mlp_norm, weights.gate_up)
         x = product(gated(product(normed, weights.gate_up), weights.down), weights.down)
-        return x, residual
+        return x, residual, keys, values
 
     return layer
 
