@@ -99,6 +99,73 @@ def test_rotated_heads_are_near_float64(dtype, is_neox):
         assert (g.double() - e).abs().max() <= 8 * torch.finfo(dtype).eps
 
 
+def cached(dtype: torch.dtype = torch.bfloat16, tokens: int = 33, size: int = 128) -> tuple:
+    """Parts of one product for 8 heads, 2 of keys and values; a cache of 64 blocks; some tokens have no slot."""
+    query, key, value = random(tokens, 12 * size, dtype=dtype).split((8 * size, 2 * size, 2 * size), -1)
+    caches = random(64, 16, 2, size, dtype=dtype, seed=2), random(64, 16, 2, size, dtype=dtype, seed=3)
+    slots = torch.randperm(1024, generator=torch.Generator().manual_seed(5))[:tokens]
+    slots[::5] = -1
+    slots[1::11] = 2**40
+    angles = torch.outer(torch.arange(64.0), 100.0 ** -(torch.arange(0, size, 2) / size))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1).to("cuda", dtype)
+    positions = torch.arange(tokens, device="cuda") % 64
+    return positions, query, key, value, *caches, slots.cuda(), cos_sin, size
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotated_heads_are_near_float64_and_written_where_native_writes_them(dtype, is_neox):
+    args = (*cached(dtype), is_neox)
+    got = ir.ops.rotary_embedding_reshape_and_cache(*args)
+    exact = ir.ops.rotary_embedding_reshape_and_cache.native(
+        *(a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+    )
+    for g, e in zip(got[:3], exact[:3], strict=True):
+        assert (g.double() - e).abs().max() <= 16 * torch.finfo(dtype).eps
+    assert torch.equal(got[3].double(), exact[3])
+    assert_same(ir.ops.reshape_and_cache(got[1], *args[3:7]), got[2:])
+
+
+def test_a_donated_cache_is_written_in_place_eager_compiled_and_in_a_graph():
+    op = ir.ops.rotary_embedding_reshape_and_cache
+    args = cached()
+    want = op(*args)
+    torch._dynamo.reset()
+
+    def step(*given):
+        query, key, value = given[1].split((1024, 256, 256), -1)
+        return op.maybe_inplace(given[0], query, key, value, *given[2:], 128)
+
+    merged = torch.cat(args[1:4], -1)
+    rest = args[6:8]
+    for call in (step, torch.compile(step, backend="irframework", fullgraph=True)):
+        given = [cache.clone() for cache in args[4:6]]
+        with torch.no_grad():
+            for _ in range(3):
+                got = call(args[0], merged, *given, *rest)
+                assert_same(got, want)
+                assert [t.data_ptr() for t in got[2:]] == [t.data_ptr() for t in given]
+            graph, start = torch.cuda.CUDAGraph(), [cache.clone() for cache in args[4:6]]
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                got = call(args[0], merged, *start, *rest)
+        for _ in range(2):
+            for cache, before in zip(start, args[4:6], strict=True):
+                cache.copy_(before)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_same(got, want)
+            assert_same(tuple(start), want[2:])
+
+
+def test_no_tokens_write_nothing():
+    args = cached()
+    none = tuple(a[:0] for a in args[:4])
+    got = ir.ops.rotary_embedding_reshape_and_cache(*none, *args[4:6], args[6][:0], *args[7:])
+    assert_same(got[2:], args[4:6])
+    assert_same(ir.ops.reshape_and_cache(*none[2:], *args[4:6], args[6][:0]), args[4:6])
+
+
 def test_every_number_gets_its_code():
     codes = torch.arange(0x7F, dtype=torch.uint8).view(FP8).float()
     middles = (codes[1:] + codes[:-1]) / 2
@@ -281,6 +348,8 @@ CALLS = {
     "silu_and_mul_dynamic_quant_fp8": lambda: (random(7, 256),),
     "static_quant_fp8": lambda: (random(7, 256), scale()),
     "dynamic_quant_fp8": lambda: (random(7, 256),),
+    "reshape_and_cache": lambda: cached()[2:7],
+    "rotary_embedding_reshape_and_cache": cached,
 }
 
 
@@ -290,8 +359,9 @@ def test_compiled_calls_give_what_eager_ones_give(name, dynamic):
     op, arguments = getattr(ir.ops, name), CALLS[name]()
     torch._dynamo.reset()
     if dynamic:
-        for rows in (value for value in arguments if isinstance(value, Tensor) and value.dim() == 2):
-            torch._dynamo.mark_dynamic(rows, 0)
+        for value in arguments:
+            if isinstance(value, Tensor) and value.shape[:1] == arguments[0].shape[:1]:
+                torch._dynamo.mark_dynamic(value, 0)
     compiled = torch.compile(lambda *given: op(*given), backend="irframework", fullgraph=True)
     assert_same(compiled(*arguments), op(*arguments))
 
