@@ -4,7 +4,6 @@ Does not hold kernels, nor the activations without a gate (`pointwise_activation
 """
 
 from collections.abc import Iterator
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -142,7 +141,8 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
         mean = h.mean(-1, keepdim=True)
         # As a norm: `std` warns where there are no rows, and the root of a variance of zero has no gradient.
         deviation = torch.linalg.vector_norm(h - mean, dim=-1, keepdim=True) / gate.shape[-1] ** 0.5
-        h = F.relu(h - (mean + deviation * NormalDist().inv_cdf(float(activation_sparsity))))
+        quantile = torch.special.ndtri(torch.full((), activation_sparsity, dtype=h.dtype, device=h.device))
+        h = F.relu(h - (mean + deviation * quantile))
     return F.gelu(h, approximate=approximate).to(x.dtype) * up
 
 

@@ -59,6 +59,8 @@ def add_device() -> None:
         every_op, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         every_op.fallback(_run_on_the_cpu, "PrivateUse1")
         aten.impl("as_strided_", _as_strided_, "PrivateUse1")
+        aten.impl("convolution_overrideable", _convolution, "PrivateUse1")
+        aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
         _libraries.extend((every_op, aten))
 
 
@@ -86,6 +88,16 @@ def _as_strided_(tensor: Tensor, size: Any, stride: Any, offset: int | None = No
     """What `t_`, `unsqueeze_` and the like are made of."""
     tensor.data = _strided(tensor, size, stride, tensor.storage_offset() if offset is None else offset)
     return tensor
+
+
+def _convolution(*args: Any) -> Any:
+    """torch asks a device that it does not know for a convolution under a name that no CPU has."""
+    return _run_on_the_cpu(torch.ops.aten.convolution.default, *args)
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Any:
+    op = torch.ops.aten.convolution_backward.default
+    return _run_on_the_cpu(op, gradient, x, weight, [gradient.shape[1]], *rest)
 
 
 def _is_ours(value: Any) -> bool:
