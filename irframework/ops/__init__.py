@@ -21,6 +21,7 @@ from irframework.ops.block_quantization import (
     group_quant_fp8,
     quant_nvfp4,
 )
+from irframework.ops.collectives import all_gather, all_reduce, reduce_scatter
 from irframework.ops.convolution import conv2d, conv3d
 from irframework.ops.encoder_attention import mm_encoder_attention, rel_pos_attention
 from irframework.ops.fused_quantization import (
@@ -54,6 +55,8 @@ if _TYPE_CHECKING:
     from irframework.op import IrOp
 
 __all__ = [
+    "all_gather",
+    "all_reduce",
     "apply_rotary_emb",
     "attention",
     "conv2d",
@@ -85,6 +88,7 @@ __all__ = [
     "mul_and_silu",
     "quant_nvfp4",
     "quick_gelu",
+    "reduce_scatter",
     "rel_pos_attention",
     "relu2",
     "reshape_and_cache",

@@ -11,8 +11,7 @@ from irframework import errors
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")  # need a process group: test_collectives.py
-NAMES = tuple(name for name in ir.ops.__all__ if name not in COLLECTIVES)
+NAMES = tuple(ir.ops.__all__)
 EVERY_OP = pytest.mark.parametrize("name", NAMES)
 
 
