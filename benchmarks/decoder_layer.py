@@ -21,7 +21,9 @@ hits all of them:
 Shown are time over floor, ir and ir+compile over compile (the goals: at most 1), with the 10th and 90th percentile over
 the rounds, and at last the relative errors of compile, ir and ir+compile to eager on the same input. A layer is
 compiled, not the whole model: its eight calls share what was compiled, and between two layers there is nothing to fuse,
-since a layer begins by adding the one before to the residual. `--compile model` compiles all eight at once.
+since a layer begins by adding the one before to the residual. `--compile model` compiles all eight at once. `--pdl ir`
+compiles ir+compile with Inductor's setting `triton.enable_pdl`, `--pdl both` compile, too: kernels are then loaded while
+the one in front of them still runs.
 
 The model is in `decoder_model.py`. What does the work is the same in all of them, and none copies what need not be.
 """
@@ -118,7 +120,14 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def check(model: Model, runs: dict[str, Callable[..., Any]]) -> dict[str, float]:
+def early_launches(name: str, pdl: str) -> AbstractContextManager[Any]:
+    """Inductor's setting for a variant while it is compiled."""
+    asked = {"none": (), "ir": ("ir+compile",), "both": ("compile", "ir+compile")}[pdl]
+    patched: AbstractContextManager[Any] = torch._inductor.config.patch({"triton.enable_pdl": name in asked})
+    return patched
+
+
+def check(model: Model, runs: dict[str, Callable[..., Any]], pdl: str) -> dict[str, float]:
     """Relative error of each variant to eager, on the same input; compiles what has to be compiled.
 
     What is compared: the model's outputs, and what it wrote to the last layer's cache. A variant that fails is taken
@@ -137,7 +146,7 @@ def check(model: Model, runs: dict[str, Callable[..., Any]]) -> dict[str, float]
     wanted = results_of(runs["eager"])
     for name in list(runs):
         try:
-            with as_delivered() if name == "compile" else nullcontext():
+            with as_delivered() if name == "compile" else nullcontext(), early_launches(name, pdl):
                 if name in ("floor", "eager"):
                     runs[name](model.x.clone(), model.residual.clone())
                     continue
@@ -226,7 +235,7 @@ def run_one(shape: Shape, case: Case, kind: str, options: argparse.Namespace) ->
     torch._dynamo.reset()
     model = make_model(shape, case, kind, options.device)
     runs = variants_of(model, options)
-    errors = check(model, runs)
+    errors = check(model, runs, options.pdl)
     return summary(model, measure(model, runs, options), errors)
 
 
@@ -282,6 +291,7 @@ def main() -> int:
     parser.add_argument("--cases", type=lambda text: text.split(","), default=names, help=", ".join(names))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS), help=", ".join(KINDS))
     parser.add_argument("--compile", choices=("layer", "model"), default="layer", help="what one compiled graph holds")
+    parser.add_argument("--pdl", choices=("none", "ir", "both"), default="none", help="who is compiled to launch early")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two small layers, short prompts: only to try this program")
     parser.add_argument("--rounds", type=int, default=30)
@@ -302,11 +312,11 @@ def main() -> int:
         if options.part:
             for index in my_share(options.part, len(work)):
                 model = make_model(shape, *work[index], options.device)
-                check(model, variants_of(model, options))
+                check(model, variants_of(model, options), options.pdl)
             return 0
         processes = options.processes if options.processes is not None else len(work) * (options.device != "cpu")
         name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-        print(f"{name}, torch {torch.__version__}, {shape}, a {options.compile} compiled at once")
+        print(f"{name}, torch {torch.__version__}, {shape}, a {options.compile} compiled at once, pdl {options.pdl}")
         print(f"providers: {providers(options.device)}", flush=True)
         if processes:
             print(compile_ahead(min(processes, os.cpu_count() or 1), options.limit * 0.5), flush=True)

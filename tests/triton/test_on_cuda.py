@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 import irframework as ir
@@ -353,9 +354,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("dynamic", "early"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("name", CALLS)
-def test_compiled_calls_give_what_eager_ones_give(name, dynamic):
+def test_compiled_calls_give_what_eager_ones_give(name, dynamic, early):
     op, arguments = getattr(ir.ops, name), CALLS[name]()
     torch._dynamo.reset()
     if dynamic:
@@ -363,7 +364,8 @@ def test_compiled_calls_give_what_eager_ones_give(name, dynamic):
             if isinstance(value, Tensor) and value.shape[:1] == arguments[0].shape[:1]:
                 torch._dynamo.mark_dynamic(value, 0)
     compiled = torch.compile(lambda *given: op(*given), backend="irframework", fullgraph=True)
-    assert_same(compiled(*arguments), op(*arguments))
+    with torch._inductor.config.patch({"triton.enable_pdl": early}):
+        assert_same(compiled(*arguments), op(*arguments))
 
 
 def test_kernels_run_on_the_device_of_their_arguments():

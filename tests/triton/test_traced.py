@@ -155,3 +155,34 @@ def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies():
     calls = [name for name in done.stdout.split() if name != "getitem"]
     launch, empty = "triton_kernel_wrapper_functional", "empty.memory_format"
     assert calls == [empty, empty, launch, empty, launch]
+
+
+# What the framework makes of calls where Inductor was asked for early launches.
+EARLY = LOWERED.replace(
+    "with FakeTensorMode():",
+    "import torch._inductor.config\ntorch._inductor.config.triton.enable_pdl = True\nwith FakeTensorMode():",
+)
+
+
+def test_where_inductor_launches_early_the_kernels_are_ops_that_do_so_themselves():
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    calls = [name for name in done.stdout.split() if name != "getitem"]
+    assert calls == ["early_fused_add_rms_norm.default", "early_rms_norm.default"]
+
+
+def test_an_op_that_launches_early_has_the_outputs_of_the_other(kernels, tracer):
+    kernels._launch()
+    ops, x = torch.ops.irframework_triton_kernels, tracer.rows(8, 4096)
+    with tracer.mode:
+        for name, args in {
+            "rms_norm": (x, tracer.fixed(4096), 1e-6, None),
+            "rms_norm_dynamic_quant_fp8": (x, None, 1e-6),
+            "gated": (x, "silu"),
+            "silu_and_mul_static_quant_fp8": (x, tracer.fixed(1).float()),
+        }.items():
+            both = [getattr(ops, prefix + name)(*args) for prefix in ("", "early_")]
+            flat = [(out,) if isinstance(out, torch.Tensor) else out for out in both]
+            for one, other in zip(*flat, strict=True):
+                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+    assert not tracer.environment.guards

@@ -1,9 +1,13 @@
 """What all launches share: plain tensors or traced ones, rows, grids, and what the device can do.
 
 Owns the one place where a kernel is called, and the torch ops' declaration. Does not know what kernels do.
+
+Private torch API used here (read in 2.11 and 2.13): `torch._inductor.config.triton.enable_pdl`.
 """
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -69,7 +73,9 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
     """Give a function that launches a kernel a torch op, `torch.ops.irframework_triton_kernels.<name>`.
 
     Plain tensors go straight to the function; all others go through the op, which is a `triton_op`: whoever traces it
-    sees the kernel and not a black box, so Inductor plans its memory and launches it itself.
+    sees the kernel and not a black box, so Inductor plans its memory and launches it itself. Where Inductor was asked
+    for early launches, they go through the black box `early_<name>`: Inductor has no way to launch a kernel that it
+    sees early.
 
     Args:
         name: The op's name; default: the function's.
@@ -84,17 +90,20 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
         without_tile = [parameter for parameter in parameters.parameters.values() if parameter.name != "tile"]
         traced.__signature__ = parameters.replace(parameters=without_tile)  # type: ignore[attr-defined]
         op = triton_op(f"{NAMESPACE}::{name or fn.__name__}", traced, mutates_args=mutates)
+        early = _define(f"early_{name or fn.__name__}", traced, mutates, lambda *args: _without_launch(traced, args))
 
         @wraps(fn)
         def call(x: Tensor, *args: Any, **options: Any) -> Any:
-            return fn(x, *args, **options) if is_plain(x) else op(x, *args, **options)
+            if is_plain(x):
+                return fn(x, *args, **options)
+            return (early if _inductor_launches_early() else op)(x, *args, **options)
 
         return call  # type: ignore[return-value]
 
     return decorate
 
 
-def opaque_op(name: str, mutates: tuple[str, ...], fake: Callable[..., Any]) -> Callable[[F], F]:
+def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     """Give a function that overwrites what is kept between calls a torch op that nobody looks into.
 
     For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
@@ -103,15 +112,10 @@ def opaque_op(name: str, mutates: tuple[str, ...], fake: Callable[..., Any]) -> 
     Args:
         name: The op's name.
         mutates: The parameters that the kernel overwrites.
-        fake: The outputs without data, from the same arguments.
     """
 
     def decorate(fn: F) -> F:
-        schema = torch.library.infer_schema(fn, mutates_args=mutates)
-        _library.define(f"{name}{schema}")
-        _library.impl(name, fn, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        op = _define(name, fn, mutates, lambda *args: _without_launch(fn, args))
 
         @wraps(fn)
         def call(x: Tensor, *args: Any) -> Any:
@@ -120,6 +124,35 @@ def opaque_op(name: str, mutates: tuple[str, ...], fake: Callable[..., Any]) -> 
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _define(name: str, fn: Callable[..., Any], mutates: tuple[str, ...], fake: Callable[..., Any]) -> Any:
+    _library.define(f"{name}{torch.library.infer_schema(fn, mutates_args=mutates)}")
+    _library.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+class _OfThread(threading.local):
+    launches: bool = True
+
+
+_of_thread = _OfThread()
+
+
+def _without_launch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The outputs of a function, which nothing is written to."""
+    _of_thread.launches = False
+    try:
+        return fn(*args)
+    finally:
+        _of_thread.launches = True
+
+
+def _inductor_launches_early() -> bool:
+    """Whether Inductor makes its own kernels so that they are launched early, here where they can be."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and config.triton.enable_pdl and abilities(None).early
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -203,6 +236,8 @@ def launch(
         tile: The tile.
     """
     first = tensors[0]
+    if not _of_thread.launches:
+        return
     if not is_plain(first):
         # Never early: Inductor (2.11 and 2.13) has no way to say so where it launches, and an instruction with effects,
         # as the wait is one, makes it believe that the kernel overwrites all of its arguments.

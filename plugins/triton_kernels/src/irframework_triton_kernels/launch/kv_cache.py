@@ -17,7 +17,7 @@ def _heads(x: Tensor, size: Any) -> Tensor:
 _CACHES = ("key_cache", "value_cache")
 
 
-@opaque_op("reshape_and_cache_", _CACHES, lambda *tensors: None)
+@opaque_op("reshape_and_cache_", _CACHES)
 def reshape_and_cache_inplace(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
@@ -41,11 +41,7 @@ def reshape_and_cache_inplace(
     launch(cache_kernel, k.shape[0] * tiles, tensors, blocks * block_size, numbers, tile)
 
 
-def _like_query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return new_like(query), new_like(key)
-
-
-@opaque_op("rotary_embedding_reshape_and_cache_", _CACHES, _like_query_and_key)
+@opaque_op("rotary_embedding_reshape_and_cache_", _CACHES)
 def rotary_embedding_reshape_and_cache_inplace(
     positions: Tensor,
     query: Tensor,
