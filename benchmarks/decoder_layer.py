@@ -22,8 +22,8 @@ Shown are time over floor, ir and ir+compile over compile (the goals: at most 1)
 the rounds, and at last the relative errors of compile, ir and ir+compile to eager on the same input. A layer is
 compiled, not the whole model: its eight calls share what was compiled, and between two layers there is nothing to fuse,
 since a layer begins by adding the one before to the residual. `--compile model` compiles all eight at once. `--pdl ir`
-compiles ir+compile with Inductor's setting `triton.enable_pdl`, `--pdl both` compile, too: kernels are then loaded while
-the one in front of them still runs.
+compiles ir+compile with Inductor's setting `triton.enable_pdl`, `--pdl both` compile, too: kernels are then loaded
+while the one in front of them still runs.
 
 The model is in `decoder_model.py`. What does the work is the same in all of them, and none copies what need not be.
 """
