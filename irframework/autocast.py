@@ -20,3 +20,14 @@ off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 def disabled() -> AbstractContextManager[Any]:
     """A context without autocast. Where there is none it is empty, and Dynamo can trace it."""
     return off() if is_active() else nullcontext()
+
+
+def is_in_keys_of(device: str) -> bool:
+    """Whether the dispatch keys of a device's tensors, as a thread sees them, tell all that autocast does to an op.
+
+    They tell of autocast on that device. CPU tensors beside an accelerator do not: an implementation may compute on it.
+    (One for an accelerator that multiplies matrices on the CPU would do so in the dtype of autocast for the CPU.)
+    """
+    if device == "cpu":
+        return torch.accelerator.current_accelerator() is None
+    return device in ("cuda", "xpu", "mps")

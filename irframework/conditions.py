@@ -7,7 +7,7 @@ disagree. Does not own predicates written as functions: they are kept beside the
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,15 @@ class Check:
         test: Expression that is true when the call is supported.
         reason: Expression (an f-string) that says what was wrong. Evaluated only when the test failed.
         parameters: The op's parameters that both read.
+        rests_on: What the test reads of tensors: `kind` (dtype, rank, whether it is None), `last` (the last size),
+            `row` (the last stride), `dense` (sizes and strides), `shape` (also in comparison with another tensor) or
+            `sizes`. What is known of these answers it for many calls at once, see `known_calls.py`.
     """
 
     test: str
     reason: str
     parameters: tuple[str, ...]
+    rests_on: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +189,7 @@ def _build(
         for check in _BUILDERS[condition](value, tensors):
             nones = [f"{name} is None" for name in check.parameters if name in optional]
             if nones and condition != "none":  # a condition about a tensor that is not there holds
-                check = Check(f"({' or '.join(nones)} or {check.test})", check.reason, check.parameters)
+                check = replace(check, test=f"({' or '.join(nones)} or {check.test})")
             yield check
 
 
@@ -210,7 +214,7 @@ def _dtype(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
         test = " or ".join(f"{name}.dtype is {d}" for d in allowed)
         wanted = ", ".join(_short(d) for d in allowed)
         reason = f"f\"{name} is {{str({name}.dtype).removeprefix('torch.')}}, needs {wanted}\""
-        yield Check(f"({test})", reason, (name,))
+        yield Check(f"({test})", reason, (name,), "kind")
 
 
 def _same_dtype(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
@@ -220,47 +224,47 @@ def _same_dtype(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Ch
             f"f\"{name} is {{str({name}.dtype).removeprefix('torch.')}}, needs the dtype of {first}, "
             f"{{str({first}.dtype).removeprefix('torch.')}}\""
         )
-        yield Check(f"{name}.dtype is {first}.dtype", reason, (first, name))
+        yield Check(f"{name}.dtype is {first}.dtype", reason, (first, name), "kind")
 
 
 def _none(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
         shown = f"a tensor of shape {{tuple({name}.shape)}}" if name in tensors else f"{{{name}!r}}"
-        yield Check(f"{name} is None", f'f"{name} must be None, is {shown}"', (name,))
+        yield Check(f"{name} is None", f'f"{name} must be None, is {shown}"', (name,), "kind")
 
 
 def _contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
         reason = f'f"{name} must be contiguous, has strides {{tuple({name}.stride())}}"'
-        yield Check(f"{name}.is_contiguous()", reason, (name,))
+        yield Check(f"{name}.is_contiguous()", reason, (name,), "dense")
 
 
 def _row_contiguous(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
         inner = f"{name}.is_contiguous() or {name}.stride()[-1] == 1 or {name}.shape[-1] == 1"
         test = f"({name}.shape and ({inner}))"
-        yield Check(test, f'f"the last dimension of {name} must have stride 1"', (name,))
+        yield Check(test, f'f"the last dimension of {name} must have stride 1"', (name,), "row")
 
 
 def _ndim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, ranks in _per_parameter(value, tensors, "ndim").items():
         allowed = _numbers(ranks, "ndim", 0)
         reason = f'f"{name} has {{{name}.dim()}} dimensions, needs {" or ".join(map(str, allowed))}"'
-        yield Check(f"{name}.dim() in {allowed!r}", reason, (name,))
+        yield Check(f"{name}.dim() in {allowed!r}", reason, (name,), "kind")
 
 
 def _same_shape(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     first = value[0]
     for name in value[1:]:
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs the shape of {first}, {{tuple({first}.shape)}}"'
-        yield Check(f"{name}.shape == {first}.shape", reason, (first, name))
+        yield Check(f"{name}.shape == {first}.shape", reason, (first, name), "shape")
 
 
 def _last_dim_of(value: Mapping[str, str], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, of in value.items():
         test = f"({of}.shape and {name}.shape == ({of}.shape[-1],))"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs a vector as long as the last dimension of {of}"'
-        yield Check(test, reason, (name, of))
+        yield Check(test, reason, (name, of), "last")
 
 
 def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable[Check]:
@@ -268,20 +272,20 @@ def _multiple_of(value: Mapping[str, int], tensors: tuple[str, ...]) -> Iterable
         _number(factor, "multiple_of", 1)
         test = f"({name}.shape and {name}.shape[-1] % {factor:d} == 0)"
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension must be a multiple of {factor:d}"'
-        yield Check(test, reason, (name,))
+        yield Check(test, reason, (name,), "last")
 
 
 def _max_last_dim(value: Any, tensors: tuple[str, ...]) -> Iterable[Check]:
     for name, limit in _per_parameter(value, tensors, "max_last_dim").items():
         _number(limit, "max_last_dim", 0)
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, its last dimension may be at most {limit:d}"'
-        yield Check(f"({name}.shape and {name}.shape[-1] <= {limit:d})", reason, (name,))
+        yield Check(f"({name}.shape and {name}.shape[-1] <= {limit:d})", reason, (name,), "last")
 
 
 def _one_element(value: tuple[str, ...], tensors: tuple[str, ...]) -> Iterable[Check]:
     for name in value:
         reason = f'f"{name} has shape {{tuple({name}.shape)}}, needs one element"'
-        yield Check(f"{name}.numel() == 1", reason, (name,))
+        yield Check(f"{name}.numel() == 1", reason, (name,), "sizes")
 
 
 def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Iterable[Check]:
@@ -293,7 +297,7 @@ def _one_of(value: Mapping[str, Iterable[Any]], tensors: tuple[str, ...]) -> Ite
         ):
             raise ConditionError(f"ir.supports(one_of=...): expected numbers or words for {name!r}, got {choices!r}.")
         reason = f'f"{name} is {{{name}!r}}, needs one of " + {", ".join(map(repr, allowed))!r}'
-        yield Check(f"{name} in {allowed!r}", reason, (name,))
+        yield Check(f"{name} in {allowed!r}", reason, (name,), "kind")
 
 
 _BY_NAME = ("same_dtype", "none", "contiguous", "row_contiguous", "same_shape", "one_element")

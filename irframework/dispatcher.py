@@ -19,6 +19,7 @@ Private torch API used here (read in 2.11 and 2.13):
 """
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +31,15 @@ from irframework import autocast
 from irframework.codegen import compile_function
 from irframework.decision import Rejected
 from irframework.dispatcher_text import Writer, with_self
+from irframework.known_calls import KnownCalls, known_from
+from irframework.registry import registry
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
     from irframework.op import IrOp
+
+_PATIENCE = 8  # calls that a dispatcher sees before it learns the class of the next; doubled each time it learns
+_MOST_KNOWN = 2  # classes that a dispatcher knows: a call of none is asked about each
 
 
 class _SteadyCall(type):
@@ -104,7 +110,14 @@ def _traced_call(op: "IrOp", form: Any) -> Callable[..., Any]:
     return traced
 
 
-def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, list["IrOpImpl"]]]) -> None:
+def generate(
+    op: "IrOp",
+    donated: bool,
+    context: Any,
+    branches: list[tuple[str, list["IrOpImpl"]]],
+    known: tuple[KnownCalls, ...] = (),
+    patience: int = _PATIENCE,
+) -> None:
     """Generate a dispatcher and put it in place.
 
     Args:
@@ -112,18 +125,30 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         donated: Whether it is for `maybe_inplace`.
         context: The context priorities that it is for; it hands calls under other ones to `other_context`.
         branches: Per device type the implementations that may be chosen, best first; the last accepts everything.
+        known: Classes of calls that it looks for first.
+        patience: After how many calls of no known class it learns that of the next one.
     """
     from irframework import dispatch, execution
     from irframework.priority import current_context
 
+    def learn(candidates: int, args: tuple[Any, ...]) -> None:
+        if not execution.transformed():
+            found = known_from(op, donated, args, candidates, branches[candidates][1])
+            with registry.lock:
+                if form.generated.get(context) is function:  # nothing was registered meanwhile
+                    latest = known if found is None else (found, *known)[:_MOST_KNOWN]
+                    generate(op, donated, context, branches, latest, 2 * patience)
+
     form = op.maybe_inplace if donated else op
     writer = Writer(op, donated)
-    source = writer.dispatcher(branches)
+    source = writer.dispatcher(branches, known)
     scope = {
         **writer.scope,
         **op.parameters.defaults,
         "_CONTEXT": context,
         "_op": op,
+        "_learn": learn,
+        "_missed": chain(repeat(False, patience), (True,), repeat(False)).__next__,
         "_current_context": current_context,
         "_other_context": execution.other_context,
         "_unusual": execution.unusual,
@@ -131,7 +156,7 @@ def generate(op: "IrOp", donated: bool, context: Any, branches: list[tuple[str, 
         "_refused": execution.refused,
         "_check_values": op.value_check,
         "_note_written": execution.note_written,
-        "_increment_version": torch.autograd.graph.increment_version,
+        "_increment_version": execution.increment_version,
         "_inference_mode": torch.is_inference_mode_enabled,
         "_predicate_raised": dispatch.predicate_raised,
         "_modes": _python_dispatch,

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from irframework import autocast
 from irframework.codegen import NUMBER_TYPES, missing_test, number_type, passed_to
+from irframework.known_calls import KnownCalls, dense
 from irframework.settings import settings
 
 if TYPE_CHECKING:
@@ -33,30 +35,59 @@ class Writer:
         self.scope: dict[str, Any] = {}
         self.read_once: list[tuple[str, str]] = []
         self.looks = False  # at values, before the implementation runs
+        self.known: KnownCalls | None = None  # the class that text is being written for
         self.optional = {
             name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *NUMBER_TYPES)
         }
         self.optional -= set(op.optional_outputs.values())  # where that is None, so is an output: no plain call
 
-    def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]]) -> str:
-        """Return the text for the implementations that may be chosen, per device type and best first."""
+    def dispatcher(self, branches: list[tuple[str, list["IrOpImpl"]]], known: tuple[KnownCalls, ...]) -> str:
+        """Return the text for the implementations that may be chosen, per device type and best first.
+
+        Calls of the classes in `known` are looked for first. What they do not take, by a property that is not the same
+        for the whole class, is looked at once more by the text for all calls.
+        """
         everything = self.op.parameters.together
         lines = [f"def __call__({with_self(self.op)}):", "    if _current_context() is _CONTEXT:"]
         plain = self._plain_arguments()
         if plain is not None:
+            for self.known in known:
+                lines.append(f"        if {self._of_known_class(self.known)}:")
+                lines += self._candidates(*branches[self.known.candidates])
+            self.known = None
             lines.append(f"        if {plain}:")
             for index, (device, impls) in enumerate(branches):
                 lines.append(f"            {'el' if index else ''}if {self._on_device(device)}:")
-                self.read_once = self._read_twice(impls)
-                for name, attribute in self.read_once:
-                    read = self._unless_none_else(name, f"{name}.{attribute}")
-                    lines.append(f"                _{name}_{attribute} = {read}")
-                self.looks = self.op.value_check is not None and (device == "cpu" or settings().check_values)
-                for impl in impls:
-                    lines.extend(self._candidate(impl))
+                lines.append("                if _missed():")
+                lines.append(f"                    _learn({index}, {everything})")
+                lines += self._candidates(device, impls)
         lines.append(f"        return _unusual(_op, {self.donated}, {everything})")
         lines.append(f"    return _other_context(_op, {self.donated}, {everything})")
         return "\n".join(lines) + "\n"
+
+    def _of_known_class(self, known: KnownCalls) -> str:
+        """Expression that is true when the plain path is right and the tensors are of a class."""
+        tests = ["not _modes._is_in_torch_dispatch_mode", "_forward_ad._current_level < 0"]
+        tests += [f"{name} is None" for name in known.absent]
+        tests += self._plain_numbers()
+        if known.needs_grad:
+            tests.append("not _grad_enabled()")
+        if known.inference and self.donated:
+            tests.append("_inference_mode()")
+        if not autocast.is_in_keys_of(known.device):
+            tests.append("not _autocast()")
+        return " and ".join([*tests, f"{self._name('_known', known.guard)}({', '.join(known.present)})"])
+
+    def _candidates(self, device: str, impls: list["IrOpImpl"]) -> list[str]:
+        lines = []
+        self.read_once = self._read_twice(impls)
+        for name, attribute in self.read_once:
+            read = self._unless_none_else(name, f"{name}.{attribute}")
+            lines.append(f"                _{name}_{attribute} = {read}")
+        self.looks = self.op.value_check is not None and (device == "cpu" or settings().check_values)
+        for impl in impls:
+            lines.extend(self._candidate(impl))
+        return lines
 
     def _plain_arguments(self) -> str | None:
         """Expression that is true when the plain path is right for the arguments; None when it never is."""
@@ -72,11 +103,7 @@ class Writer:
                 first, second = ("_Tensor", "_Parameter") if name in self.op.activations else ("_Parameter", "_Tensor")
                 test = f"({name}.__class__ is {first} or {name}.__class__ is {second})"
             tests.append(self._unless_none(name, test))
-        for name, parameter in self.op.signature.parameters.items():
-            if name not in self.op.tensors:
-                kind = number_type(parameter.annotation)
-                test = f"{name}.__class__ is {kind.__name__ if kind else kind}"
-                tests.append(self._unless_none(name, test))
+        tests += self._plain_numbers()
         needs_grad = " or ".join(
             f"({name} is not None and {name}.requires_grad)" if name in self.optional else f"{name}.requires_grad"
             for name in self.op.tensors
@@ -85,23 +112,45 @@ class Writer:
         tests.append("not _autocast()")
         return " and ".join(tests)
 
+    def _plain_numbers(self) -> list[str]:
+        tests = []
+        for name, parameter in self.op.signature.parameters.items():
+            if name not in self.op.tensors:
+                kind = number_type(parameter.annotation)
+                test = f"{name}.__class__ is {kind.__name__ if kind else kind}"
+                tests.append(self._unless_none(name, test))
+        return tests
+
     def _numbers(self) -> set[str]:
         return {name for name, p in self.op.signature.parameters.items() if number_type(p.annotation) is not None}
 
     def _unless_none(self, name: str, test: str) -> str:
-        return f"({name} is None or {test})" if name in self.optional else test
+        return f"({name} is None or {test})" if self._may_be_none(name) else test
 
     def _unless_none_else(self, name: str, value: str) -> str:
-        return f"None if {name} is None else {value}" if name in self.optional else value
+        return f"None if {name} is None else {value}" if self._may_be_none(name) else value
+
+    def _may_be_none(self, name: str) -> bool:
+        return name in self.optional and (self.known is None or name not in self.known.present)
+
+    def _left_of(self, test: str) -> str | None:
+        """What is left of a test in the class that is written for: "" where it holds, None where it does not."""
+        return test if self.known is None else self.known.settled.get(test, test)
 
     def _read_twice(self, impls: list["IrOpImpl"]) -> list[tuple[str, str]]:
         """Tensors' dtypes and shapes that conditions ask for more than once; reading one costs as much as a call."""
-        text = " ".join(check.test for impl in impls for check in impl.checks)
+        text = " ".join(self._left_of(check.test) or "" for impl in impls for check in impl.checks)
         pairs = [(name, attribute) for name in self.op.tensors for attribute in ("dtype", "shape")]
         return [pair for pair in pairs if len(re.findall(_read(*pair), text)) > 1]
 
-    def _tests(self, impl: "IrOpImpl") -> str:
-        tests = [missing_test(self.op, name) for name in impl.missing] + [check.test for check in impl.checks]
+    def _tests(self, impl: "IrOpImpl") -> str | None:
+        """The conditions of an implementation; None where calls of the known class never meet them."""
+        tests = [missing_test(self.op, name) for name in impl.missing]
+        for check in impl.checks:
+            left = self._left_of(check.test)
+            if left is None:
+                return None
+            tests += [left] if left else []
         text = " and ".join(tests)
         for name, attribute in self.read_once:
             text = re.sub(_read(name, attribute), f"_{name}_{attribute}", text)
@@ -124,6 +173,8 @@ class Writer:
             impl = impl.functional
         fn = self._name("_f", impl.fn)
         tests = self._tests(impl)
+        if tests is None:
+            return []
         indent = " " * 16
         lines = []
         if tests:
@@ -161,33 +212,46 @@ class Writer:
 
     def _may_overwrite(self) -> str:
         """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
+        if self.known is not None:
+            return self._known_may_overwrite(self.known)
         tests = ["_transform() is None"]  # a kernel would write to what torch.func wraps; native must see it whole
-        tests += [self._unless_none(name, f"{name}.is_contiguous()") for name in self.op.activations]
+        tests += [self._unless_none(name, dense(name).test) for name in self.op.activations]
         tests += [self._unless_none(name, f"type({name}._base) is not _Parameter") for name in self.op.activations]
         # Without gradients now, but a checkpoint may run the call again with them.
         tests += [self._unless_none(name, f"not {name}.requires_grad") for name in self.op.activations]
         for name in self.op.activations:  # torch lets nobody write to an inference tensor outside
             tests.append(self._unless_none(name, f"(not {name}.is_inference() or _inference_mode())"))
-        seen: list[str] = []
-        for name in (*self.op.activations, *(t for t in self.op.tensors if t not in self.op.activations)):
-            for other in seen:
-                if other in self.op.activations:
-                    nones = [f"{n} is None" for n in (other, name) if n in self.optional]
-                    tests.append(f"({' or '.join([*nones, f'not _shares_storage({other}, {name})'])})")
-            seen.append(name)
+        for one, other in self._pairs_to_keep_apart(self.op.tensors):
+            nones = [f"{name} is None" for name in (one, other) if name in self.optional]
+            tests.append(f"({' or '.join([*nones, f'not _shares_storage({one}, {other})'])})")
         return " and ".join(tests)
 
+    def _known_may_overwrite(self, known: KnownCalls) -> str:
+        """The same in a class of calls, which tells of transforms, gradients and inference tensors.
+
+        Two tensors of one storage give the same Python object for it, as long as that lives: the test keeps it.
+        """
+        given = [name for name in self.op.activations if name in known.present]
+        tests = [self._left_of(dense(name).test) or "" for name in given]
+        tests += [f"type({name}._base) is not _Parameter" for name in given]
+        read: set[str] = set()
+        for pair in self._pairs_to_keep_apart(known.present):
+            storages = [f"_{name}_s" if name in read else f"(_{name}_s := {name}.untyped_storage())" for name in pair]
+            tests.append(" is not ".join(storages))
+            read.update(pair)
+        return " and ".join(filter(None, tests)) or "True"
+
+    def _pairs_to_keep_apart(self, tensors: tuple[str, ...]) -> list[tuple[str, str]]:
+        """Each tensor that is overwritten, with each other one."""
+        given = [name for name in self.op.activations if name in tensors]
+        ordered = [*given, *(name for name in tensors if name not in given)]
+        return [(one, other) for i, other in enumerate(ordered) for one in ordered[:i] if one in given]
+
     def _note_written(self, indent: str, given: tuple[str, ...]) -> list[str]:
-        """Count the write for autograd. Outside inference mode all that was given has a counter: `_may_overwrite`."""
-        noted = f"_note_written({', '.join(given)})"
-        if any(name in self.optional for name in given):
-            return [f"{indent}{noted}"]
-        return [
-            f"{indent}if _inference_mode():",
-            f"{indent}    {noted}",
-            f"{indent}else:",
-            f"{indent}    _increment_version(({', '.join(given)},))",
-        ]
+        """Count the write for autograd."""
+        if any(self._may_be_none(name) for name in given):
+            return [f"{indent}_note_written({', '.join(given)})"]
+        return [f"{indent}_increment_version(({', '.join(given)},))"]
 
     def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
         """Call the function and return its outputs if they keep the op's promises, else repair them."""
@@ -215,7 +279,9 @@ class Writer:
             lines.append(f"{indent}if _result.__class__ is tuple and len(_result) == {len(outputs)}:")
             lines.append(f"{indent}    {', '.join(outputs)} = _result")
             guard = "    "
-        tests = [f"{y}.__class__ is _Tensor and {y}.is_contiguous()" for y in outputs]
+        # What was overwritten was contiguous when it was given away.
+        itself = "".join(f"{{y}} is {name} or " for name in given if not self._may_be_none(name))
+        tests = [f"({itself.format(y=y)}{y}.__class__ is _Tensor and {y}.is_contiguous())" for y in outputs]
         tests += [f"{y} is not {name}" for y in outputs for name in kept]
         tests += [f"{a} is not {b}" for i, a in enumerate(outputs) for b in outputs[:i]]
         if impl.shares or impl.provider == "native":  # others were looked at in their first call; asking is not free

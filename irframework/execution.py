@@ -3,9 +3,9 @@
 Owns the ways into an implementation (from a generated dispatcher, from the torch op, by hand) and the repair of
 outputs. Does not decide: see `dispatch.py`.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._C._is_alias_of`, `torch._C._len_torch_dispatch_stack`,
-`torch._C._functorch.peek_interpreter_stack`, `torch.overrides._get_current_function_mode_stack`,
-`torch.autograd.forward_ad._current_level` and `Tensor._base`.
+Private torch API used here (read in 2.11 and 2.13): `torch._C._is_alias_of`, `torch._C._increment_version`,
+`torch._C._len_torch_dispatch_stack`, `torch._C._functorch.peek_interpreter_stack`,
+`torch.overrides._get_current_function_mode_stack`, `torch.autograd.forward_ad._current_level` and `Tensor._base`.
 """
 
 import logging
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 shares_storage: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+increment_version: Any = torch._C._increment_version  # does nothing to inference tensors
 _SWAP_AFTER = 16
 _MAX_CONTEXTS = 64
 
@@ -230,9 +231,7 @@ def note_written(*tensors: Tensor | None) -> None:
 
     A kernel that torch knows as an operator of C++ does not say so by itself.
     """
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    increment_version([tensor for tensor in tensors if tensor is not None])
 
 
 def refused(op: "IrOp", args: tuple[Any, ...], error: Exception) -> None:

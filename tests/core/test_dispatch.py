@@ -46,10 +46,10 @@ def inplace_op(declare):
         yield op
 
 
-@pytest.fixture(params=["first", "generated"])
+@pytest.fixture(params=["first", "generated", "known"])
 def times(request):
-    """The first call is decided by the resolver, later ones by the generated dispatcher."""
-    return 1 if request.param == "first" else 4
+    """The first call is decided by the resolver, later ones by the generated dispatcher, which learns their class."""
+    return {"first": 1, "generated": 4, "known": 16}[request.param]
 
 
 # --- deciding --------------------------------------------------------------------------------------------------------
