@@ -52,7 +52,7 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-tools pyproject.toml
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-demo
 	@echo '== set-up: tools for tests, lint and docs'
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,plot,models,test,docs,dev]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,plot,migrate,models,test,docs,dev]'
 	@touch $@
 
 EXTRAS_xpu_sycl := [cpu-test]

@@ -20,6 +20,7 @@ _COMMANDS = {
     "explain": "how one call would be decided, and why",
     "check": "whether implementations keep their op's contract",
     "bench": "how fast everyone who can run an op is here, beside a copy",
+    "migrate": "what the CustomOp classes of a file would become, as code to paste",
     "bisect": "find the op, its place and the kernel that make a program fail",
 }
 
