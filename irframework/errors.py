@@ -128,6 +128,14 @@ class ReplacementError(IrError, TypeError, ValueError):
     """A class was registered as the replacement of a layer that it does not subclass."""
 
 
+class LayerSizeError(IrError, ValueError):
+    """A layer was built with sizes that do not fit each other, or cannot be divided over its process group."""
+
+
+class WeightError(IrError, ValueError):
+    """A weight that is loaded into a layer has another name or shape than the layer's."""
+
+
 class MissingForwardError(IrError, NotImplementedError):
     """A layer was called on a platform that it has no method for."""
 

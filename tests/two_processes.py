@@ -20,8 +20,8 @@ import torch
 _SECONDS = 240
 
 
-def run_in_processes(function: Callable[[int], Any], backend: str = "gloo", size: int = 2) -> list[Any]:
-    """Run `function(rank)` of a test module in each process of a group, and return what each returned."""
+def run_in_processes(function: Callable[..., Any], *arguments: Any, backend: str = "gloo", size: int = 2) -> list[Any]:
+    """Run `function(rank, *arguments)` of a test module in each process of a group, and return what each returned."""
     plugins = ",".join(entry.name for entry in importlib_metadata.entry_points(group="irframework.plugins"))
     paths = [str(Path(__file__).parent), str(Path(sys.modules[function.__module__].__file__).parent)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("IRFRAMEWORK_")} | {
@@ -31,6 +31,7 @@ def run_in_processes(function: Callable[[int], Any], backend: str = "gloo", size
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as place:
+        torch.save(arguments, Path(place, "arguments.pt"))
         module = function.__module__.rpartition(".")[2]
         told = [module, function.__name__, backend, str(size), place]
         begin = [sys.executable, "-c", "import two_processes; two_processes.serve()"]
@@ -69,7 +70,8 @@ def serve() -> None:
         backend, init_method=f"file://{place}/store", rank=int(rank), world_size=int(size)
     )
     try:
-        torch.save(getattr(importlib.import_module(module), name)(int(rank)), Path(place, f"{rank}.pt"))
+        arguments = torch.load(Path(place, "arguments.pt"), weights_only=False)
+        torch.save(getattr(importlib.import_module(module), name)(int(rank), *arguments), Path(place, f"{rank}.pt"))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -140,7 +140,7 @@ def test_two_processes_agree_with_what_is_written_out(done):
 def test_two_devices_agree_with_what_is_written_out():
     if not torch.distributed.is_nccl_available() or torch.cuda.device_count() < SIZE:
         pytest.skip("needs NCCL and two CUDA devices")
-    check_results(run_in_processes(work, "nccl"))
+    check_results(run_in_processes(work, backend="nccl"))
 
 
 def check_results(done):
