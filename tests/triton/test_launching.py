@@ -118,6 +118,43 @@ def test_what_is_launched_without_triton_is_what_triton_would_launch(device, lau
     assert len({code for _, code, _ in by_triton}) > 12
 
 
+def test_a_kernel_that_is_launched_again_is_given_what_triton_gives_it(device, launch, monkeypatch):
+    from irframework_triton_kernels.launch import call
+
+    given = []
+    monkeypatch.setattr(device, "launcher_cls", lambda source, metadata: lambda *arguments: given.append(arguments))
+    x, weight = rows(4, 128), torch.zeros(128)
+    results = [launch.rms_norm(x, weight, 1e-6, None) for _ in range(2)]  # the second time without Triton
+    monkeypatch.setattr(call, "_compiled", {})
+    monkeypatch.setattr(call, "_READ_TRITON", False)
+    results += [launch.rms_norm(x, weight, 1e-6, None) for _ in range(2)]
+    own = [result.data_ptr() for result in results]
+    for arguments in given:
+        assert arguments[:6] == given[0][:6]  # programs, stream, function, metadata
+        for one, other in zip(arguments[9:], given[0][9:], strict=True):
+            assert type(one) is type(other)
+            assert one.data_ptr() in own or one is other if isinstance(one, torch.Tensor) else one == other
+
+
+def test_hooks_are_told_of_launches(device, launch):
+    def hook(metadata):
+        raise AssertionError("the stand-in for the launcher does not call hooks")
+
+    seen = []
+    device.launcher_cls = lambda source, metadata: lambda *arguments: seen.append(arguments[6:9])
+    enter = triton.knobs.runtime.launch_enter_hook
+    for _ in range(2):
+        launch.rms_norm(rows(4, 128), None, 1e-6, None)
+    assert seen[-1] == (None, None, None)
+    enter.add(hook)
+    try:
+        launch.rms_norm(rows(4, 128), None, 1e-6, None)
+    finally:
+        enter.remove(hook)
+    assert seen[-1][0].get()["name"] == "rms_norm_kernel"
+    assert seen[-1][1] is enter
+
+
 def test_the_number_of_rows_and_epsilon_need_no_kernel_of_their_own(device, launch):
     for count, epsilon in itertools.product((1, 16, 17), (1, 1.0, 1e-5)):
         launch.rms_norm(rows(count, 128), None, epsilon, None)

@@ -215,6 +215,9 @@ def _several_devices() -> bool:
 # multiple of 16. To find out which kernel a call needs takes Triton longer than to launch it.
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 4096
+# How Triton 3.6 launches what it compiled was read there; without what it collects for hooks that nobody set, a launch
+# takes Python a third of the time.
+_READ_TRITON = triton.__version__.startswith("3.6.")
 
 
 def launch(
@@ -255,15 +258,40 @@ def launch(
     early = tile.early and abilities(device).early
     places = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
     key = (id(kernel), device, tile.warps, early, count < 2**31, *places, *numbers)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[(tiles, 1, 1)](*tensors, count, *numbers, early)
+    again = _compiled.get(key)
+    if again is not None:
+        again(tiles, *tensors, count, *numbers, early)
         return
     compiled = _by_triton(kernel, tiles, (*tensors, count, *numbers, early), tile, early)
     if abilities(device).alike and isinstance(compiled, CompiledKernel):
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = compiled
+        _compiled[key] = _launcher(compiled, device)
+
+
+def _launcher(compiled: Any, device: int) -> Callable[..., None]:
+    """Return what launches a kernel once more: a function of the number of programs and all arguments."""
+
+    def by_triton(tiles: int, *arguments: Any) -> None:
+        compiled[(tiles, 1, 1)](*arguments)
+
+    def directly(tiles: int, *arguments: Any) -> None:
+        if _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook):
+            by_triton(tiles, *arguments)
+        else:
+            run(tiles, 1, 1, stream_of(device), function, metadata, None, None, None, *arguments)
+
+    if not _READ_TRITON:
+        return by_triton
+    runtime: Any = triton.knobs.runtime
+    stream_of: Callable[[int], int] = triton.runtime.driver.active.get_current_stream
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    return directly
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether somebody, a profiler say, wants to know of launches."""
+    return hook is not None and (type(hook) is not triton.knobs.HookChain or bool(hook.calls))
 
 
 def _by_triton(kernel: Kernel, tiles: Any, arguments: tuple[Any, ...], tile: Tile, early: bool) -> Any:
