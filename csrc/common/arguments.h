@@ -82,4 +82,22 @@ struct RotaryArgs {
   Type cache_type;
 };
 
+// One of key and value: `heads` heads of `head_bytes` bytes for each token, and the cache, in which a slot's lie side by
+// side. Strides are in bytes.
+struct CachedTensor {
+  const char* in;
+  char* out;
+  int64_t token_stride;
+  int64_t heads;
+  int64_t head_stride;
+  int64_t head_bytes;
+};
+
+struct CacheArgs {
+  CachedTensor tensors[2];
+  const void* slots;  // one per token, int64 or int32
+  bool wide_slots;
+  int64_t slot_count;
+};
+
 }  // namespace irframework_vllm_c

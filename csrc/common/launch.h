@@ -69,6 +69,7 @@ void run(const char* op, const Device& device, NormArgs& args, int64_t rows);
 void run(const char* op, const Device& device, GateArgs& args, int64_t rows);
 void run(const char* op, const Device& device, QuantArgs& args, int64_t rows);
 void run(const char* op, const Device& device, RotaryArgs& args, int64_t tokens);
+void run(const char* op, const Device& device, CacheArgs& args, int64_t tokens);  // the CPU only
 
 // Refuses positions outside the cache, where the host can read them.
 void check_positions(const char* op, const Device& device, const RotaryArgs& args, int64_t tokens);

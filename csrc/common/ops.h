@@ -57,6 +57,15 @@ Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, cons
 void rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
                                 int64_t head_size, bool is_neox, Tensor out);
 
+// cache_ops.cpp, on the CPU only
+void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& slot_mapping);
+std::tuple<Tensor, Tensor> rotary_embedding_reshape_and_cache(const Tensor& positions, const Tensor& query,
+                                                              const Tensor& key, const Tensor& value,
+                                                              const Tensor& key_cache, const Tensor& value_cache,
+                                                              const Tensor& slot_mapping, const Tensor& cos_sin_cache,
+                                                              int64_t head_size, bool is_neox);
+
 // Makes the ops those of the device that `m` is about. The overloads `.out` are declared by the plugin's Python part.
 inline void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("rms_norm", TORCH_BOX(&rms_norm));

@@ -17,6 +17,7 @@ struct Kernels {
   void (*gated)(const GateArgs&, int64_t begin, int64_t end, void* scratch);
   void (*quantised)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*cached)(const CacheArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
 extern const Kernels kPlainKernels;

@@ -16,6 +16,7 @@ namespace IRF_NAMESPACE {
 #include "row_walk.h"
 #include "row_sinks.h"
 
+#include "cache_kernels.h"
 #include "gated_kernels.h"
 #include "norm_kernels.h"
 #include "quantisation_kernels.h"
@@ -24,6 +25,6 @@ namespace IRF_NAMESPACE {
 }  // namespace IRF_NAMESPACE
 
 const Kernels IRF_TABLE = {IRF_ISA_NAME, IRF_NAMESPACE::norm, IRF_NAMESPACE::gated, IRF_NAMESPACE::quantised,
-                           IRF_NAMESPACE::rotary};
+                           IRF_NAMESPACE::rotary, IRF_NAMESPACE::cached};
 
 }  // namespace irframework_vllm_c

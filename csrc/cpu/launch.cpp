@@ -78,6 +78,12 @@ void run(const char*, const Device&, RotaryArgs& args, int64_t tokens) {
   run_threads(active_kernels().rotary, args, tokens, 2 * heads * args.head_size * bytes_of(args.type));
 }
 
+void run(const char*, const Device&, CacheArgs& args, int64_t tokens) {
+  int64_t bytes = 0;
+  for (const CachedTensor& tensor : args.tensors) bytes += 2 * tensor.heads * tensor.head_bytes;
+  run_threads(active_kernels().cached, args, tokens, bytes);
+}
+
 void check_positions(const char* op, const Device&, const RotaryArgs& args, int64_t tokens) {
   for (int64_t i = 0; i < tokens; ++i) {
     if (args.positions[i] < 0 || args.positions[i] >= args.cache_rows) {

@@ -30,6 +30,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
       " -> (Tensor, Tensor)");
   m.def("silu_and_mul_static_quant_fp8(Tensor x, Tensor scale) -> Tensor");
   m.def("silu_and_mul_dynamic_quant_fp8(Tensor x) -> (Tensor, Tensor)");
+  m.def(
+      "reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping)"
+      " -> ()");
+  m.def(
+      "rotary_embedding_reshape_and_cache(Tensor positions, Tensor query, Tensor key, Tensor value, "
+      "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor cos_sin_cache, int head_size, "
+      "bool is_neox) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) { irframework_vllm_c::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) {
+  irframework_vllm_c::implement(m);
+  m.impl("reshape_and_cache", TORCH_BOX(&irframework_vllm_c::reshape_and_cache));
+  m.impl("rotary_embedding_reshape_and_cache", TORCH_BOX(&irframework_vllm_c::rotary_embedding_reshape_and_cache));
+}

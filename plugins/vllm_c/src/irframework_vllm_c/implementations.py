@@ -130,6 +130,62 @@ def rotary_embedding(
     return pair
 
 
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `irframework.ops.reshape_and_cache`; overwrites the caches."""
+    KERNELS.reshape_and_cache.default(key, value, key_cache, value_cache, slot_mapping)
+    return key_cache, value_cache
+
+
+def rotary_embedding_reshape_and_cache(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `irframework.ops.rotary_embedding_reshape_and_cache`; overwrites the caches.
+
+    A position outside the angles is a RuntimeError.
+    """
+    query, key = KERNELS.rotary_embedding_reshape_and_cache.default(
+        positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, head_size, is_neox
+    )
+    return query, key, key_cache, value_cache
+
+
+def caches_fit(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> bool | ir.Rejected:
+    """The caches have the dtypes of key and value. What does not fit otherwise is a mistake, which native explains."""
+    for name, x, kept in (("key", key, key_cache), ("value", value, value_cache)):
+        if kept.dtype is not x.dtype:
+            return ir.reject(f"{name}_cache is {kept.dtype}, {name} is {x.dtype}")
+    return True
+
+
+def rotated_caches_fit(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos_sin_cache: Tensor,
+    head_size: int,
+    is_neox: bool = True,
+) -> bool | ir.Rejected:
+    """See `caches_fit`."""
+    return caches_fit(key, value, key_cache, value_cache, slot_mapping)
+
+
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """See `irframework.ops.static_quant_fp8`."""
     q: Tensor = KERNELS.static_quant_fp8.default(x, scale)
@@ -204,14 +260,22 @@ def register(provider: str) -> None:
     """Registers every implementation under `provider`."""
 
     def add(
-        name: str, fn: Callable[..., Any], conditions: Supports, *, functional: Callable[..., Any] | None = None
+        name: str,
+        fn: Callable[..., Any],
+        conditions: Supports,
+        *,
+        functional: Callable[..., Any] | None = None,
+        overwrites: bool = False,
     ) -> None:
-        """`functional`: what the in-place function `fn` is where nothing may be overwritten."""
+        """`functional`: what the in-place function `fn` is where nothing may be overwritten.
+
+        `overwrites`: it has no such form, and only the CPU has the kernel.
+        """
         registered = getattr(ir.ops, name).register_impl(
             provider,
-            supported={"cpu": kernels_load, "cuda": cuda_kernels_load},
+            supported={"cpu": kernels_load} if overwrites else {"cpu": kernels_load, "cuda": cuda_kernels_load},
             supports_args=conditions,
-            inplace=functional is not None,
+            inplace=overwrites or functional is not None,
             functional=functional,
             batch_invariant=True,
         )
@@ -265,4 +329,30 @@ def register(provider: str) -> None:
             contiguous=("positions",),
             row_contiguous=("query", "key", "cos_sin_cache"),
         ),
+    )
+    slots = (torch.int64, torch.int32)
+    add(
+        "reshape_and_cache",
+        reshape_and_cache,
+        ir.supports(
+            dtype={"key": FLOATS, "value": FLOATS, "slot_mapping": slots},
+            contiguous=("slot_mapping",),
+            row_contiguous=("key", "value"),
+        )
+        & caches_fit,
+        overwrites=True,
+    )
+    add(
+        "rotary_embedding_reshape_and_cache",
+        rotary_embedding_reshape_and_cache,
+        ir.supports(
+            dtype={"positions": (torch.int64,), "query": FLOATS, "value": FLOATS, "cos_sin_cache": FLOATS}
+            | {"slot_mapping": slots},
+            same_dtype=("query", "key"),
+            ndim={"positions": 1, "cos_sin_cache": 2},
+            contiguous=("positions", "slot_mapping"),
+            row_contiguous=("query", "key", "value", "cos_sin_cache"),
+        )
+        & rotated_caches_fit,
+        overwrites=True,
     )

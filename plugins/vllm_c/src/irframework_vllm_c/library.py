@@ -254,6 +254,8 @@ def _register_fakes(path: str) -> None:
         "gelu_and_mul": _gated,
         "rotary_embedding": _rotated_pair,
         "rotary_embedding_query": _rotated,
+        "reshape_and_cache": _nothing,
+        "rotary_embedding_reshape_and_cache": _rotated_pair,
         "fused_add_rms_norm_functional": _pair_like,
         "static_quant_fp8": _codes,
         "dynamic_quant_fp8": _codes_and_scales,
