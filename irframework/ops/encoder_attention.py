@@ -52,6 +52,34 @@ def mm_encoder_attention(
 
     Source: Vaswani et al. (2017); packed as in Qwen2-VL's vision encoder.
     """
+    scale = _check_encoder(query, key, value, cu_seqlens, max_seqlen, seq_lens, scale)
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            return _attend_by_sequence(query, key, value, cu_seqlens, scale)
+        starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
+        q, k, v = (spread(tensor, starts, lengths, max_seqlen) for tensor in (query, key, value))
+        visible = visible_keys(lengths, lengths, max_seqlen, max_seqlen, causal=False)
+        return collect(attend(q, k, v, visible, scale), cu_seqlens, query.shape[0])
+    if seq_lens is not None:
+        visible = visible_keys(seq_lens, seq_lens, query.shape[1], query.shape[1], causal=False)
+        return attend(query, key, value, visible, scale)
+    packed = query.dim() == 3
+    batched = [tensor.unsqueeze(0) if packed else tensor for tensor in (query, key, value)]
+    q, k, v = (tensor.transpose(1, 2) for tensor in batched)
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2)
+    return out.squeeze(0) if packed else out
+
+
+def _check_encoder(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    seq_lens: Tensor | None,
+    scale: float | None,
+) -> float:
+    """Return the scale, after all shapes and dtypes were found to fit."""
     op = "mm_encoder_attention"
     if query.dim() not in (3, 4) or key.dim() != query.dim() or value.dim() != query.dim():
         raise ArgumentError(
@@ -74,29 +102,17 @@ def mm_encoder_attention(
         raise ArgumentError(
             f"Op {op!r}: max_seqlen={max_seqlen} must be the length of the longest sequence of cu_seqlens."
         )
-    scale = check_scale(op, query.shape[-1], scale)
     if cu_seqlens is not None:
         check_integers(op, "cu_seqlens", cu_seqlens, 1)
         if cu_seqlens.shape[0] == 0:
             raise ArgumentError(f"Op {op!r}: argument 'cu_seqlens' is empty; its first number is 0.")
-        if max_seqlen is None:
-            return _attend_by_sequence(query, key, value, cu_seqlens, scale)
-        starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-        q, k, v = (spread(tensor, starts, lengths, max_seqlen) for tensor in (query, key, value))
-        visible = visible_keys(lengths, lengths, max_seqlen, max_seqlen, causal=False)
-        return collect(attend(q, k, v, visible, scale), cu_seqlens, query.shape[0])
     if seq_lens is not None:
         check_integers(op, "seq_lens", seq_lens, 1)
         if not same_sizes(seq_lens.shape, query.shape[:1]):
             raise ArgumentError(
                 f"Op {op!r}: argument 'seq_lens' has {seq_lens.shape[0]} numbers for {query.shape[0]} sequences."
             )
-        visible = visible_keys(seq_lens, seq_lens, query.shape[1], query.shape[1], causal=False)
-        return attend(query, key, value, visible, scale)
-    batched = [tensor.unsqueeze(0) if packed else tensor for tensor in (query, key, value)]
-    q, k, v = (tensor.transpose(1, 2) for tensor in batched)
-    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2)
-    return out.squeeze(0) if packed else out
+    return check_scale(op, query.shape[-1], scale)
 
 
 def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
@@ -107,6 +123,21 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: T
     return out.squeeze(0)
 
 
+@mm_encoder_attention.register_fake
+def _encoder_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    seq_lens: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    _check_encoder(query, key, value, cu_seqlens, max_seqlen, seq_lens, scale)
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+@mm_encoder_attention.register_value_check
 def _check_encoder_values(
     query: Tensor,
     key: Tensor,
@@ -116,6 +147,7 @@ def _check_encoder_values(
     seq_lens: Tensor | None = None,
     scale: float | None = None,
 ) -> None:
+    _check_encoder(query, key, value, cu_seqlens, max_seqlen, seq_lens, scale)
     op = "mm_encoder_attention"
     if cu_seqlens is not None:
         bound = None if max_seqlen is None else ("max_seqlen", max_seqlen)
@@ -225,14 +257,13 @@ def _vectors(table: Tensor, queries: int, keys: int) -> Tensor:
 
 @rel_pos_attention.register_input_generator
 def _rel_pos_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
-    """`shape` is that of the queries, or of their rows with the heads side by side: a grid of two columns or of one."""
+    """`shape` is that of the queries; or of rows with the heads side by side, one for each of several small grids."""
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     if len(shape) == 5:
         batch, height, width, heads, size = shape
     else:
-        tokens, heads, size = heads_of(shape)
-        batch, width = 1, 2 if tokens % 2 == 0 else 1
-        height = tokens // width
+        batch, heads, size = heads_of(shape)
+        height, width = 3, 2
     query, key, value = (torch.randn(batch, height, width, heads, size, **options) for _ in range(3))
     by_row, by_column = (torch.randn(max(1, 2 * count - 1), size, **options) for count in (height, width))
     yield query, key, value, by_row, by_column

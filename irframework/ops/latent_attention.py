@@ -77,6 +77,55 @@ def mla_attention(
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
+    rows = _check_all(
+        query_nope,
+        query_rope,
+        latent,
+        cu_seqlens_q,
+        max_seqlen_q,
+        key_up,
+        value_up,
+        seq_lens,
+        max_seqlen_k,
+        latent_cache,
+        block_table,
+    )
+    rank = rows.shape[-1] - query_rope.shape[-1]
+    if key_up is not None:
+        query_nope = torch.einsum("thn,hnr->thr", query_nope, key_up)
+    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
+    q = spread(torch.cat((query_nope, query_rope), -1), starts, lengths, max_seqlen_q)
+    if seq_lens is None:
+        k = spread(rows, starts, lengths, max_seqlen_q)
+        visible = None if causal else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal)
+    else:
+        if block_table is not None:
+            bound = block_table.shape[1] * rows.shape[1] if max_seqlen_k is None else max_seqlen_k
+            k = from_blocks(rows, block_table, seq_lens, bound)
+        else:
+            bound = rows.shape[0] if max_seqlen_k is None else max_seqlen_k
+            k = spread(rows, seq_lens.cumsum(0, dtype=torch.int32) - seq_lens, seq_lens, bound)
+        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal)
+    k = k.unsqueeze(2)
+    # The values are the first part of the keys. torch's fused kernels want heads of one size: sum all, and cut.
+    out = collect(attend(q, k, k, visible, scale), cu_seqlens_q, query_nope.shape[0])[..., :rank]
+    return out if value_up is None else torch.einsum("thr,hrv->thv", out, value_up)
+
+
+def _check_all(
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    key_up: Tensor | None,
+    value_up: Tensor | None,
+    seq_lens: Tensor | None,
+    max_seqlen_k: int | None,
+    latent_cache: Tensor | None,
+    block_table: Tensor | None,
+) -> Tensor:
+    """Return the latent rows, wherever they lie, after all shapes and dtypes were found to fit."""
     op = "mla_attention"
     rows = latent if latent_cache is None else latent_cache
     if rows is None or (latent is not None and latent_cache is not None):
@@ -89,26 +138,7 @@ def mla_attention(
             f"Op {op!r}: there are {query_nope.shape[0]} queries and {rows.shape[0]} latent rows; without seq_lens "
             "both are equal."
         )
-    rank = rows.shape[-1] - query_rope.shape[-1]
-    if key_up is not None:
-        query_nope = torch.einsum("thn,hnr->thr", query_nope, key_up)
-    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
-    q = spread(torch.cat((query_nope, query_rope), -1), starts, lengths, max_seqlen_q)
-    if seq_lens is None:
-        k = spread(rows, starts, lengths, max_seqlen_q)
-        visible = None if causal else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal)
-    else:
-        if block_table is not None:
-            bound = block_table.shape[1] * rows.shape[1] if max_seqlen_k is None else max_seqlen_k
-            k = from_blocks(rows, block_table, bound)
-        else:
-            bound = rows.shape[0] if max_seqlen_k is None else max_seqlen_k
-            k = spread(rows, seq_lens.cumsum(0, dtype=torch.int32) - seq_lens, seq_lens, bound)
-        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal)
-    k = k.unsqueeze(2)
-    # The values are the first part of the keys. torch's fused kernels want heads of one size: sum all, and cut.
-    out = collect(attend(q, k, k, visible, scale), cu_seqlens_q, query_nope.shape[0])[..., :rank]
-    return out if value_up is None else torch.einsum("thr,hrv->thv", out, value_up)
+    return rows
 
 
 def _check_shapes(
@@ -164,6 +194,40 @@ def _check_shapes(
         )
 
 
+@mla_attention.register_fake
+def _latent_shape(
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    key_up: Tensor | None = None,
+    value_up: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    latent_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:
+    rows = _check_all(
+        query_nope,
+        query_rope,
+        latent,
+        cu_seqlens_q,
+        max_seqlen_q,
+        key_up,
+        value_up,
+        seq_lens,
+        max_seqlen_k,
+        latent_cache,
+        block_table,
+    )
+    size = rows.shape[-1] - query_rope.shape[-1] if value_up is None else value_up.shape[-1]
+    return query_nope.new_empty(*query_nope.shape[:2], size)
+
+
+@mla_attention.register_value_check
 def _check_latent_values(
     query_nope: Tensor,
     query_rope: Tensor,
@@ -179,11 +243,23 @@ def _check_latent_values(
     block_table: Tensor | None = None,
     causal: bool = True,
 ) -> None:
+    rows = _check_all(
+        query_nope,
+        query_rope,
+        latent,
+        cu_seqlens_q,
+        max_seqlen_q,
+        key_up,
+        value_up,
+        seq_lens,
+        max_seqlen_k,
+        latent_cache,
+        block_table,
+    )
     op = "mla_attention"
     check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query_nope.shape[0], ("max_seqlen_q", max_seqlen_q))
     if seq_lens is not None:
-        tokens = 0 if latent is None else latent.shape[0]
-        check_key_lengths(op, seq_lens, max_seqlen_k, tokens, block_table, latent_cache)
+        check_key_lengths(op, seq_lens, max_seqlen_k, rows, block_table)
 
 
 @mla_attention.register_input_generator
@@ -193,15 +269,15 @@ def _latent_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> I
     rope = max(2, rank // 8)
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     nope, turned = torch.randn(tokens, heads, rank, **options), torch.randn(tokens, heads, rope, **options)
+    offsets, longest = cut(tokens, device)
+    latent = torch.randn(tokens, rank + rope, **options)
+    scale = (rank + rope) ** -0.5
+    yield nope, turned, latent, offsets, longest, scale
     decoding = torch.arange(tokens + 1, dtype=torch.int32, device=device)
     seen = torch.randint(1, 40, (tokens,), dtype=torch.int32, device=device)
     count, table = blocks_of(seen, 16)
     cache = torch.randn(count, 16, rank + rope, **options)
-    scale = (rank + rope) ** -0.5
-    yield nope, turned, None, decoding, 1, scale, None, None, seen, 39, cache, table
-    offsets, longest = cut(tokens, device)
-    latent = torch.randn(tokens, rank + rope, **options)
-    yield nope, turned, latent, offsets, longest, scale
+    yield nope, turned, None, decoding, 1, scale, None, None, seen, 39, cache, table  # one new token for each sequence
     if rank <= 512:
         key_up = torch.randn(heads, 6, rank, **options) * rank**-0.5
         value_up = torch.randn(heads, rank, 5, **options) * rank**-0.5

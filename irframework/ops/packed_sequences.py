@@ -11,11 +11,10 @@ import math
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from irframework.errors import ArgumentError
-from irframework.symbolic import same_sizes
+from irframework.symbolic import is_contiguous, same_sizes
 
 
 def spread(packed: Tensor, starts: Tensor, lengths: Tensor, bound: int) -> Tensor:
@@ -31,7 +30,7 @@ def spread(packed: Tensor, starts: Tensor, lengths: Tensor, bound: int) -> Tenso
     steps = torch.arange(bound, device=packed.device)
     rows = starts.unsqueeze(1) + steps
     rows = torch.where(steps < lengths.unsqueeze(1), rows, count).clamp(0, count)  # the row behind the last is zeros
-    padded = F.pad(packed, (0, 0) * (packed.dim() - 1) + (0, 1))
+    padded = torch.cat((packed, packed.new_zeros(1, *packed.shape[1:])))  # F.pad would fix a symbolic number of rows
     return padded.index_select(0, rows.reshape(-1)).view(rows.shape[0], bound, *packed.shape[1:])
 
 
@@ -43,23 +42,31 @@ def collect(padded: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
     step = rows - cu_seqlens.index_select(0, sequence)
     inside = (sequence < batch) & (step >= 0) & (step < bound)
     rows = torch.where(inside, sequence * bound + step, batch * bound)
-    flat = F.pad(padded.flatten(0, 1), (0, 0) * (padded.dim() - 2) + (0, 1))
+    flat = torch.cat((padded.reshape(batch * bound, *padded.shape[2:]), padded.new_zeros(1, *padded.shape[2:])))
     return flat.index_select(0, rows)
 
 
-def from_blocks(cache: Tensor, block_table: Tensor, bound: int) -> Tensor:
+def from_blocks(cache: Tensor, block_table: Tensor, lengths: Tensor, bound: int) -> Tensor:
     """Read sequences from a cache of blocks: `[batch, bound rounded up to whole blocks, ...]`.
+
+    Behind a sequence's end its first row is repeated: what lies in a slot that no token was written to, or in a block
+    of another sequence, may be NaN, and no mask takes that out of a sum.
 
     Args:
         cache: `[num_blocks, block_size, ...]`.
         block_table: Blocks of each sequence in order, `[batch, max_blocks]`. Blocks that the cache does not have are
             read as others: a table may hold anything behind a sequence's end.
+        lengths: Rows of each sequence, `[batch]`.
         bound: Length of the longest sequence, at least.
     """
     size = cache.shape[1]
-    table = block_table[:, : -(-bound // size)]
-    blocks = cache.index_select(0, table.reshape(-1).clamp(0, cache.shape[0] - 1))
-    return blocks.view(table.shape[0], table.shape[1] * size, *cache.shape[2:])
+    table = block_table[:, : (bound + size - 1) // size].long().clamp(0, cache.shape[0] - 1)
+    steps = torch.arange(size, device=cache.device)
+    rows = (table.unsqueeze(2) * size + steps).flatten(1)
+    rows = torch.where(torch.arange(rows.shape[1], device=cache.device) < lengths.unsqueeze(1), rows, rows[:, :1])
+    if is_contiguous(cache):
+        return cache.flatten(0, 1).index_select(0, rows.reshape(-1)).view(*rows.shape, *cache.shape[2:])
+    return cache[rows // size, rows % size]  # slower; to flatten would copy the whole cache
 
 
 def visible_keys(
@@ -153,8 +160,8 @@ def check_sequences(
             )
 
 
-def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tuple[str, int] | None) -> list[int]:
-    """Check the numbers of a cu_seqlens, and return the length of each sequence. Waits for the device.
+def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tuple[str, int] | None) -> None:
+    """Check the numbers of a cu_seqlens. Waits for the device.
 
     Args:
         op: Name of the op.
@@ -177,64 +184,60 @@ def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tu
                 f"Op {op!r}: argument {name!r} must ascend; {numbers[place]} is followed by {numbers[place + 1]} at "
                 f"place {place + 1}."
             )
-        if bound is not None and length > bound[1]:
-            raise ArgumentError(
-                f"Op {op!r}: argument {name!r} gives sequence {place} a length of {length}, longer than "
-                f"{bound[0]}={bound[1]}."
-            )
     if numbers[-1] > tokens:
         raise ArgumentError(
             f"Op {op!r}: argument {name!r} ends with {numbers[-1]}, but there are {tokens} tokens of queries."
         )
-    return lengths
+    if bound is not None and max(lengths, default=0) > bound[1]:
+        place = lengths.index(max(lengths))
+        raise ArgumentError(
+            f"Op {op!r}: argument {name!r} gives sequence {place} a length of {lengths[place]}, longer than "
+            f"{bound[0]}={bound[1]}."
+        )
 
 
 def check_key_lengths(
-    op: str,
-    seq_lens: Tensor,
-    max_seqlen_k: int | None,
-    tokens: int,
-    block_table: Tensor | None,
-    cache: Tensor | None,
+    op: str, seq_lens: Tensor, max_seqlen_k: int | None, keys: Tensor, block_table: Tensor | None
 ) -> None:
     """Check the numbers in seq_lens and in the block table. Waits for the device.
+
+    Args:
+        op: Name of the op.
+        seq_lens: Keys of each sequence.
+        max_seqlen_k: What the longest is said to have.
+        keys: All keys, `[tokens, ...]`; with a block table the cache, `[num_blocks, block_size, ...]`.
+        block_table: Blocks of each sequence, or None.
 
     Raises:
         ArgumentError: A length is negative, or more than max_seqlen_k, the keys that there are, or the blocks hold; or
             a sequence has a block that the cache does not have.
     """
     lengths = seq_lens.tolist()
-    size, room = 1, tokens
-    if cache is not None and block_table is not None:
-        size = cache.shape[1]
-        room = block_table.shape[1] * size
     for sequence, length in enumerate(lengths):
+        wrong = f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}"
         if length < 0:
-            raise ArgumentError(f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}.")
+            raise ArgumentError(f"{wrong}.")
         if max_seqlen_k is not None and length > max_seqlen_k:
+            raise ArgumentError(f"{wrong}, longer than max_seqlen_k={max_seqlen_k}.")
+        if block_table is not None and length > block_table.shape[1] * keys.shape[1]:
+            blocks, size = block_table.shape[1], keys.shape[1]
             raise ArgumentError(
-                f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}, longer than "
-                f"max_seqlen_k={max_seqlen_k}."
+                f"{wrong}, which runs past its row of the block table: {blocks} blocks of {size} hold {blocks * size} "
+                "keys."
             )
-        if cache is not None and length > room:
+    if block_table is None:
+        if sum(lengths) > keys.shape[0]:
             raise ArgumentError(
-                f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}, which runs past its "
-                f"row of the block table: {room // size} blocks of {size} hold {room} keys."
-            )
-    if cache is None:
-        if sum(lengths) > tokens:
-            raise ArgumentError(
-                f"Op {op!r}: argument 'seq_lens' adds up to {sum(lengths)} keys, but there are {tokens}."
+                f"Op {op!r}: argument 'seq_lens' adds up to {sum(lengths)} keys, but there are {keys.shape[0]}."
             )
         return
-    if block_table is not None:
-        for sequence, (row, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
-            used = row[: -(-length // size)]
-            if used and not 0 <= min(used) <= max(used) < cache.shape[0]:
-                wrong = next(block for block in used if not 0 <= block < cache.shape[0])
+    count, size = keys.shape[:2]
+    for sequence, (row, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
+        for block in row[: -(-length // size) if length else 0]:
+            if not 0 <= block < count:
                 raise ArgumentError(
-                    f"Op {op!r}: argument 'block_table' gives sequence {sequence} block {wrong}; the cache has blocks "
-                    f"0 to {cache.shape[0] - 1}."
+                    f"Op {op!r}: argument 'block_table' gives sequence {sequence} block {block}; the cache has blocks "
+                    f"0 to {count - 1}."
                 )
 
 

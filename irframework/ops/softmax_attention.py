@@ -204,6 +204,42 @@ def attention(
 
     Source: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023); blocks: Kwon et al., "PagedAttention" (2023).
     """
+    keys, values = _check_shapes(
+        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
+    )
+    _check_options(query, window, soft_cap, sinks)
+    scale = check_scale("attention", query.shape[-1], scale)
+    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
+    q = spread(query, starts, lengths, max_seqlen_q)
+    if seq_lens is None:
+        k, v = (spread(tensor, starts, lengths, max_seqlen_q) for tensor in (keys, values))
+        own = causal and window is None  # padding lies behind every key that a query sees
+        visible = None if own else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal, window)
+    else:
+        if block_table is not None:
+            bound = block_table.shape[1] * keys.shape[1] if max_seqlen_k is None else max_seqlen_k
+            k, v = (from_blocks(tensor, block_table, seq_lens, bound) for tensor in (keys, values))
+        else:
+            bound = keys.shape[0] if max_seqlen_k is None else max_seqlen_k
+            key_starts = seq_lens.cumsum(0, dtype=torch.int32) - seq_lens
+            k, v = (spread(tensor, key_starts, seq_lens, bound) for tensor in (keys, values))
+        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal, window)
+    return collect(attend(q, k, v, visible, scale, soft_cap, sinks), cu_seqlens_q, query.shape[0])
+
+
+def _check_shapes(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seq_lens: Tensor | None,
+    max_seqlen_k: int | None,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values, wherever they lie, after all shapes and dtypes were found to fit."""
     op = "attention"
     _check_rank(op, "query", query, _PACKED)
     paged = key_cache is not None or value_cache is not None
@@ -221,6 +257,11 @@ def attention(
         raise ArgumentError(
             f"Op {op!r}: there are {query.shape[0]} queries and {keys.shape[0]} keys; without seq_lens both are equal."
         )
+    return keys, values
+
+
+def _check_options(query: Tensor, window: int | None, soft_cap: float | None, sinks: Tensor | None) -> None:
+    op = "attention"
     if window is not None and window < 1:
         raise ArgumentError(f"Op {op!r}: window={window} must be at least 1; None is no window.")
     if soft_cap is not None and not soft_cap > 0:
@@ -232,26 +273,36 @@ def attention(
                 f"Op {op!r}: argument 'sinks' has shape {tuple(sinks.shape)}, it must be [{query.shape[1]}], one score "
                 "per head of queries."
             )
-    scale = check_scale(op, query.shape[-1], scale)
-
-    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
-    q = spread(query, starts, lengths, max_seqlen_q)
-    if seq_lens is None:
-        k, v = (spread(tensor, starts, lengths, max_seqlen_q) for tensor in (keys, values))
-        own = causal and window is None  # padding lies behind every key that a query sees
-        visible = None if own else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal, window)
-    else:
-        if block_table is not None:
-            bound = block_table.shape[1] * keys.shape[1] if max_seqlen_k is None else max_seqlen_k
-            k, v = (from_blocks(tensor, block_table, bound) for tensor in (keys, values))
-        else:
-            bound = keys.shape[0] if max_seqlen_k is None else max_seqlen_k
-            key_starts = seq_lens.cumsum(0, dtype=torch.int32) - seq_lens
-            k, v = (spread(tensor, key_starts, seq_lens, bound) for tensor in (keys, values))
-        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal, window)
-    return collect(attend(q, k, v, visible, scale, soft_cap, sinks), cu_seqlens_q, query.shape[0])
 
 
+@attention.register_fake
+def _attention_shape(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    key_cache: Tensor | None = None,
+    value_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Models call attention in every layer: to run native on fake tensors each time would make compiling slow."""
+    _, values = _check_shapes(
+        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
+    )
+    _check_options(query, window, soft_cap, sinks)
+    check_scale("attention", query.shape[-1], scale)
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
+@attention.register_value_check
 def _check_attention_values(
     query: Tensor,
     key: Tensor | None,
@@ -269,10 +320,13 @@ def _check_attention_values(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
+    keys, _ = _check_shapes(
+        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
+    )
+    _check_options(query, window, soft_cap, sinks)
     check_offsets("attention", "cu_seqlens_q", cu_seqlens_q, query.shape[0], ("max_seqlen_q", max_seqlen_q))
     if seq_lens is not None:
-        tokens = 0 if key is None else key.shape[0]
-        check_key_lengths("attention", seq_lens, max_seqlen_k, tokens, block_table, key_cache)
+        check_key_lengths("attention", seq_lens, max_seqlen_k, keys, block_table)
 
 
 @attention.register_input_generator
@@ -282,15 +336,15 @@ def _attention_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     query = torch.randn(tokens, heads, size, **options)
     kv_heads = heads // 2 if heads % 2 == 0 else heads
+    offsets, longest = cut(tokens, device)
+    key, value = (torch.randn(tokens, kv_heads, size, **options) for _ in range(2))
+    yield query, key, value, offsets, longest
     decoding = torch.arange(tokens + 1, dtype=torch.int32, device=device)
     seen = torch.randint(1, 40, (tokens,), dtype=torch.int32, device=device)
     count, table = blocks_of(seen, 16)
     key_cache, value_cache = (torch.randn(count, 16, kv_heads, size, **options) for _ in range(2))
     paged = (key_cache, value_cache, table)
     yield query, None, None, decoding, 1, seen, 39, *paged  # one new token for each sequence
-    offsets, longest = cut(tokens, device)
-    key, value = (torch.randn(tokens, kv_heads, size, **options) for _ in range(2))
-    yield query, key, value, offsets, longest
     sinks = torch.randn(heads, **options)
     rest = (None, 0.3, True, 7, 30.0, sinks)
     yield query, key, value, offsets, longest, None, *rest[:1], None, None, None, *rest[1:]
