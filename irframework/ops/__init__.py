@@ -21,6 +21,7 @@ from irframework.ops.block_quantization import (
     group_quant_fp8,
     quant_nvfp4,
 )
+from irframework.ops.causal_convolution import causal_conv1d, causal_conv1d_update, short_conv
 from irframework.ops.collectives import all_gather, all_reduce, reduce_scatter
 from irframework.ops.convolution import conv2d, conv3d
 from irframework.ops.encoder_attention import mm_encoder_attention, rel_pos_attention
@@ -43,12 +44,15 @@ from irframework.ops.layernorm import (
     layer_norm,
     rms_norm,
 )
+from irframework.ops.mixture_of_experts import fused_moe, fused_topk, grouped_topk, moe_align_block_size
 from irframework.ops.multimodal_rotary import apply_rotary_emb, dual_chunk_rotary_embedding, mrope
 from irframework.ops.pointwise_activation import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from irframework.ops.projection import linear, logits, vocab_parallel_embedding
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8, tensor_quant_fp8
 from irframework.ops.rotary import rotary_embedding
 from irframework.ops.softmax_attention import attention
+from irframework.ops.state_space import selective_scan, selective_state_update
+from irframework.ops.state_space_dual import mamba2_chunk_scan
 from irframework.registry import registry as _registry
 
 if _TYPE_CHECKING:
@@ -59,6 +63,8 @@ __all__ = [
     "all_reduce",
     "apply_rotary_emb",
     "attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "conv2d",
     "conv3d",
     "dequant",
@@ -72,18 +78,23 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8",
+    "fused_moe",
+    "fused_topk",
     "gelu_and_mul",
     "gelu_and_mul_sparse",
     "gelu_fast",
     "gelu_new",
     "gemma_rms_norm",
     "group_quant_fp8",
+    "grouped_topk",
     "layer_norm",
     "linear",
     "logits",
+    "mamba2_chunk_scan",
     "mixer2_gated_rms_norm",
     "mla_attention",
     "mm_encoder_attention",
+    "moe_align_block_size",
     "mrope",
     "mul_and_silu",
     "quant_nvfp4",
@@ -98,6 +109,9 @@ __all__ = [
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
     "rotary_embedding_reshape_and_cache",
+    "selective_scan",
+    "selective_state_update",
+    "short_conv",
     "silu_and_mul",
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
