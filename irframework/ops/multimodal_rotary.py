@@ -66,16 +66,16 @@ def mrope(
             f"of 'cos_sin_cache', {half}."
         )
     check_heads("mrope", "query", query, lead, head_size)
-    places = positions.reshape(3, -1)
-    angles = cos_sin_cache.index_select(0, places.reshape(-1)).reshape(3, places.shape[1], 2, half)
+    frequency = torch.arange(half, device=positions.device)
     if interleaved:
-        frequency = torch.arange(half, device=angles.device)
         row = (frequency % 3 == 1) & (frequency < 3 * mrope_section[1])
         column = (frequency % 3 == 2) & (frequency < 3 * mrope_section[2])
-        mixed = torch.where(row, angles[1], torch.where(column, angles[2], angles[0]))
     else:
-        mixed = torch.cat([part[axis] for axis, part in enumerate(angles.split(list(mrope_section), -1))], -1)
-    cos, sin = mixed.unbind(1)
+        column = frequency >= mrope_section[0] + mrope_section[1]
+        row = (frequency >= mrope_section[0]) & ~column
+    axis = torch.where(row, 1, torch.where(column, 2, 0))
+    places = positions.reshape(3, -1).index_select(0, axis).t()
+    cos, sin = cos_sin_cache[places, frequency], cos_sin_cache[places, half + frequency]
     rotated = rotated_heads(query, cos, sin, query.dim() > len(lead) + 1, head_size, is_neox)
     if key is None:
         return rotated, None
@@ -149,14 +149,17 @@ def dual_chunk_rotary_embedding(
         inside + length,
         inside + chunk_size,
     )
-    angles = [cos_sin_cache.index_select(0, place).chunk(2, -1) for place in places]
+    angles = cos_sin_cache.index_select(0, torch.stack(places, 1).reshape(-1))
+    cos, sin = angles.reshape(inside.shape[0], len(places), 1, angles.shape[-1]).chunk(2, -1)
     apart = query.dim() > lead + 1
-    variants = [rotated_heads(query, cos, sin, apart, head_size, is_neox) for cos, sin in angles]
-    queries = torch.cat(variants, -2 if apart else -1)
+    count = query.shape[-2] if apart else query.shape[-1] // head_size
+    queries = turned(query.reshape(inside.shape[0], 1, count, head_size), cos, sin, is_neox)
+    heads = (len(places) * count, head_size) if apart else (len(places) * count * head_size,)
+    queries = queries.reshape(*positions.shape, *heads)
     if key is None:
         return queries, None
     check_heads(op, "key", key, positions.shape, head_size)
-    cos, sin = angles[0]
+    cos, sin = cos[:, 0, 0], sin[:, 0, 0]
     return queries, rotated_heads(key, cos, sin, key.dim() > lead + 1, head_size, is_neox)
 
 

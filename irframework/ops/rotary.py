@@ -131,12 +131,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
 
     Args:
         x: `[..., head_size]`, floating point.
-        cos: `[..., rotary_dim / 2]`, leading dimensions as x or 1.
+        cos: `[..., rotary_dim / 2]`; its leading dimensions and those of x are broadcast.
         sin: Like cos.
         is_neox: Rotate halves instead of neighbours.
 
     Returns:
-        Like x. Computed in float32 (float64 for float64 x) and rounded once.
+        `[..., head_size]` in the dtype of x. Computed in float32 (float64 for float64 x) and rounded once.
     """
     h = widened(x)
     cos, sin = cos.to(h.dtype), sin.to(h.dtype)
@@ -148,7 +148,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
         a, b = h[..., : 2 * half : 2], h[..., 1 : 2 * half : 2]
         result = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
     if 2 * half < x.shape[-1]:
-        result = torch.cat((result, h[..., 2 * half :]), -1)
+        result = torch.cat((result, h[..., 2 * half :].expand(*result.shape[:-1], -1)), -1)
     return result.to(x.dtype)
 
 
