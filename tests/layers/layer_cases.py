@@ -62,6 +62,63 @@ class Projections(nn.Module):
         return self.o_proj(heads.flatten(-2))
 
 
+class Router(nn.Module):
+    """The weight of a router as transformers keeps it, in its own module."""
+
+    def __init__(self, corrected):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, HIDDEN))
+        if corrected:
+            self.register_buffer("e_score_correction_bias", torch.empty(8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class Experts(nn.Module):
+    """A block of experts as models have it, with the router outside."""
+
+    def __init__(self, group, experts, corrected=False):
+        super().__init__()
+        self.gate = Router(corrected)
+        self.experts = experts
+
+    def forward(self, x):
+        bias = getattr(self.gate, "e_score_correction_bias", None)
+        return self.experts(x, self.gate(x), correction_bias=bias)
+
+
+def biased(group, parallel):
+    """Experts with all that GPT-OSS has, and a router inside."""
+    return layers.FusedMoE(
+        4,
+        HIDDEN,
+        INTER,
+        2,
+        activation="swigluoai",
+        bias=True,
+        router=layers.ReplicatedLinear(HIDDEN, 4, bias=True),
+        group=group,
+        parallel=parallel,
+    )
+
+
+def latent(group, rank):
+    """DeepSeek's attention."""
+    rotary = layers.RotaryEmbedding(8, 64, 1000.0, is_neox=False)
+    return layers.MLA(
+        HIDDEN,
+        HEADS,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rotary=rotary,
+        q_lora_rank=rank,
+        group=group,
+    )
+
+
 BUILD = {
     "RMSNorm": lambda group: layers.RMSNorm(HIDDEN, 1e-5),
     "RMSNorm with a residual": lambda group: layers.RMSNorm(HIDDEN, 1e-5, donate=True),
@@ -92,7 +149,53 @@ BUILD = {
     "ParallelLMHead capped": lambda group: layers.ParallelLMHead(
         VOCAB, HIDDEN, scale=0.5, soft_cap=2.0, group=group, multiple_of=16
     ),
+    "FusedMoE": lambda group: Experts(group, layers.FusedMoE(8, HIDDEN, INTER, 2, group=group)),
+    "FusedMoE by experts": lambda group: Experts(
+        group, layers.FusedMoE(8, HIDDEN, INTER, 2, group=group, parallel="expert")
+    ),
+    "FusedMoE in groups": lambda group: Experts(
+        group,
+        layers.FusedMoE(
+            8,
+            HIDDEN,
+            INTER,
+            3,
+            scoring="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            scaling_factor=2.5,
+            group=group,
+            parallel="expert",
+        ),
+        corrected=True,
+    ),
+    "FusedMoE with biases": lambda group: biased(group, "tensor"),
+    "FusedMoE with biases by experts": lambda group: biased(group, "expert"),
+    "MambaMixer": lambda group: layers.MambaMixer(HIDDEN, 2 * HIDDEN, 4, 4, 3, bias=True, group=group),
+    "MambaMixer2": lambda group: layers.MambaMixer2(
+        HIDDEN, 4, 8, 6, 4, 2, chunk_size=8, epsilon=1e-5, bias=True, group=group
+    ),
+    "MambaMixer2 of one group": lambda group: layers.MambaMixer2(
+        HIDDEN, 4, 8, 6, 4, 1, chunk_size=8, time_step_limit=(0.01, 0.6), group=group
+    ),
+    "ShortConv": lambda group: layers.ShortConv(HIDDEN, 3, bias=True, group=group),
+    "MLA": lambda group: latent(group, 12),
+    "MLA without a rank of queries": lambda group: latent(group, None),
+    "Conv2d": lambda group: layers.Conv2d(4, 6, [2, 3], stride=2, padding=1, groups=2),
+    "Conv3d": lambda group: layers.Conv3d(3, 6, (2, 4, 4), stride=(2, 4, 4), bias=False),
+    "EncoderAttention": lambda group: layers.EncoderAttention(HIDDEN, HEADS, group=group),
 }
+
+TAKEN = {  # what is compared of a result that holds states as well
+    name: lambda result: result[0] for name in BUILD if name.startswith(("Mamba", "ShortConv", "MLA"))
+}
+
+
+def result_of(name, layer, args):
+    """A layer's result; its arguments are copies, since they may be given away."""
+    with torch.no_grad():
+        result = layer(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+    return TAKEN.get(name, lambda result: result)(result)
 
 
 def run(rank, references, compiled):
@@ -103,7 +206,6 @@ def run(rank, references, compiled):
         layer = BUILD[name](group)
         layers.load_full(layer, weights)
         forms = [layer, torch.compile(layer, backend="aot_eager", fullgraph=True)][: 2 if name in compiled else 1]
-        with torch.no_grad():
-            done[name] = [form(*[a.clone() for a in args]) for form in forms]
+        done[name] = [result_of(name, form, args) for form in forms]
         torch._dynamo.reset()
     return done
