@@ -64,6 +64,9 @@ def try_rows_alone(findings: Findings, device: str) -> None:
             if batch is None:
                 findings.skip("batch_invariant", "which dimensions of the arguments are rows cannot be told")
                 continue
+            if not batch.returns_rows:
+                findings.skip("batch_invariant", "no output has a row for each of the arguments'")
+                continue
             whole = _called(findings, args)
             for count in _OTHER_BATCHES:
                 for start in {0, rows // 2, rows - count}:
@@ -71,7 +74,9 @@ def try_rows_alone(findings: Findings, device: str) -> None:
                         continue
                     findings.tried("batch_invariant")
                     part = _called(findings, batch.arguments(args, start, count))
-                    if not same_bits(bits_of(part), bits_of(batch.outputs(whole, start, count))):
+                    if not same_bits(
+                        bits_of(batch.outputs(part, 0, count)), bits_of(batch.outputs(whole, start, count))
+                    ):
                         when = f"for {count} of the {rows} rows, from row {start} on, than for all"
                         breach = contract.unlike_itself("batch_invariant", when)
                         findings.note(breach, None, described_call(impl.op, args))
@@ -101,9 +106,15 @@ class _Batch:
         pairs = zip(args, self.given, strict=True)
         return tuple(value if dim is None else value.narrow(dim, start, count).clone() for value, dim in pairs)
 
+    @property
+    def returns_rows(self) -> bool:
+        """Whether some output has rows."""
+        return any(dim is not None for dim in self.returned)
+
     def outputs(self, outputs: Any, start: int, count: int) -> list[Tensor]:
+        """Some rows of the outputs that have rows. Others, such as caches, hold what all rows have left there."""
         pairs = zip(_flat(outputs), self.returned, strict=True)
-        return [value if dim is None else value.narrow(dim, start, count) for value, dim in pairs]
+        return [value.narrow(dim, start, count) for value, dim in pairs if dim is not None]
 
 
 def _row_dim(one: Any, other: Any) -> int | None:
