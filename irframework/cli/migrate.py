@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from irframework.cli.migrate_classes import Migrated
+    from irframework.cli.migrate_result import Migrated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ not own reading (`migrate_source.py`), rewriting (`migrate_methods.py`) or text 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import libcst as cst
 
@@ -16,6 +16,7 @@ from irframework.cli import migrate_printing as printing
 from irframework.cli.migrate_branches import overwritten, returned_names, specialised, values_returned
 from irframework.cli.migrate_guards import ErrorsForAsserts, Guard, asserts_in, delegate, forwards_called, split_guards
 from irframework.cli.migrate_methods import Rewriting, Untranslated, block, locals_of
+from irframework.cli.migrate_result import Migrated, Variant
 from irframework.cli.migrate_source import (
     DEVICES,
     FORWARDS,
@@ -23,47 +24,13 @@ from irframework.cli.migrate_source import (
     Parameter,
     SourceFile,
     code,
+    is_static,
     ordered,
     parameters,
     self_name,
     statements,
 )
 from irframework.cli.migrate_types import TENSOR, result_of, returned
-
-
-@dataclass(slots=True)
-class Migrated:
-    """What a class would become.
-
-    Attributes:
-        layer: The class.
-        ops: Names of its ops.
-        implementations: Op, provider and whether there is a predicate.
-        texts: Code to paste, in order.
-        notes: What to know about it.
-        untranslated: What is left to a person.
-    """
-
-    layer: Layer
-    ops: list[str] = field(default_factory=list)
-    implementations: list[tuple[str, str, bool]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    untranslated: list[Untranslated] = field(default_factory=list)
-    variants: list[_Variant] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Variant:
-    """One op of a class: all of it, or the case that an optional tensor is there or not."""
-
-    variable: str
-    op: str
-    given: list[Parameter]
-    returns: str
-    fold: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]]
-    dropped: str | None = None
-    activations: tuple[str, ...] = ()
 
 
 def migrate(source: SourceFile, provider: str, existing: Mapping[str, str]) -> list[Migrated]:
@@ -151,10 +118,9 @@ class _Class:
         self.result.untranslated += rewriting.problems
         if rewriting.problems:
             return None
-        if native.decorators:
-            self.left(
-                native, f"the decorator {code(native.decorators[0].decorator)} of forward_native is not taken over"
-            )
+        for each in native.decorators:
+            if code(each.decorator) != "staticmethod":
+                self.left(native, f"the decorator {code(each.decorator)} of forward_native is not taken over")
         tensors = [p.name for p in parameters(native) or ()]
         for node, name in overwritten(statements(native), tensors):
             self.left(node, f"forward_native writes to {name}: the op's function must leave its arguments alone")
@@ -218,7 +184,7 @@ class _Class:
         split = self._split(body, given, returns)
         if split is None:
             text = returns[0] if returns and len(returns) == 1 else result_of(values_returned(body))
-            self.result.variants.append(_Variant(self._variable(name), name, ordered(given, own), text, list))
+            self.result.variants.append(Variant(self._variable(name), name, ordered(given, own), text, list))
             return
         for there in (False, True):
             op = f"{name}_with_{split}" if there else name
@@ -231,7 +197,7 @@ class _Class:
                 return specialised(lines, split, there)
 
             self.result.variants.append(
-                _Variant(self._variable(op), op, ordered(kept, own), text, fold, None if there else split)
+                Variant(self._variable(op), op, ordered(kept, own), text, fold, None if there else split)
             )
 
     def _variable(self, op: str) -> str:
@@ -252,7 +218,7 @@ class _Class:
                     return each.name
         return None
 
-    def _write_op(self, native: cst.FunctionDef, variant: _Variant) -> None:
+    def _write_op(self, native: cst.FunctionDef, variant: Variant) -> None:
         rewriting = self._rewriting(variant.variable)
         rewriting.dropped = variant.dropped
         body = [each.visit(ErrorsForAsserts()) for each in variant.fold(statements(native))]
@@ -260,21 +226,37 @@ class _Class:
         implementations = self._implementations(variant, self.layer.methods, rewriting)
         doc = native.get_docstring()
         definition = printing.function(
-            variant.variable, variant.given, variant.returns, text, None if doc is None else f'"""{doc}"""'
+            variant.variable, variant.given, variant.returns, text, None if doc is None else printing.docstring(doc)
         )
         options = []
         if variant.activations:
             words = ", ".join(f'"{name}"' for name in variant.activations)
             options = [f"activations=({words}{',' if len(variant.activations) == 1 else ''})", "allow_inplace=True"]
+        options += self._optional_outputs(native, variant, variant.fold(statements(native)))
         self.result.ops.append(variant.op)
         own = [printing.op_text(variant.variable, variant.op, options, definition)]
         self.result.texts += [*self._filled(rewriting.helpers.values()), *self._filled(own), *implementations]
+
+    def _optional_outputs(
+        self, native: cst.FunctionDef, variant: Variant, body: Sequence[cst.BaseStatement]
+    ) -> list[str]:
+        """Which results are None exactly when an argument is, as an option of the op."""
+        members = variant.returns.partition("[")[2].rpartition("]")[0].split(", ")
+        names, decides = returned_names(body), []
+        optional = {p.name for p in variant.given if p.annotation == f"{TENSOR} | None"}
+        for index in (number for number, member in enumerate(members) if member.endswith("None")):
+            there = {each[index] for each in names if each} if None not in names else set()
+            if len(there) == 1 and there <= optional:
+                decides.append(f'{index}: "{there.pop()}"')
+            else:
+                self.left(native, f"result {index} may be None, and no argument of its name decides that")
+        return [f"optional_outputs={{{', '.join(decides)}}}"] if decides else []
 
     def _filled(self, texts: Iterable[str]) -> list[str]:
         return [printing.fill(text, list(self.attributes)) for text in texts]
 
     def _implementations(
-        self, variant: _Variant, methods: Mapping[str, cst.FunctionDef], rewriting: Rewriting
+        self, variant: Variant, methods: Mapping[str, cst.FunctionDef], rewriting: Rewriting
     ) -> list[str]:
         found: list[str] = []
         rewriting.dropped = variant.dropped
@@ -310,8 +292,8 @@ class _Class:
         return self._filled(found)
 
     def _body(self, rewriting: Rewriting, method: cst.FunctionDef, body: Sequence[cst.BaseStatement]) -> str:
-        text = block(rewriting.rewrite(method, body))
-        name = rewriting.dropped
+        rewritten = specialised(rewriting.rewrite(method, body), "None", False)  # attributes that are always None
+        text, name = block(rewritten), rewriting.dropped
         return f"    {name} = None\n{text}" if name and re.search(rf"\b{name}\b", text) else text
 
     def _guards(
@@ -325,11 +307,11 @@ class _Class:
                 guards += split_guards(statements(other), self._tensors(other), self_name(other))[0]
         return guards, rest
 
-    def _overwrites(self, body: Sequence[cst.BaseStatement], variant: _Variant) -> tuple[str, ...]:
+    def _overwrites(self, body: Sequence[cst.BaseStatement], variant: Variant) -> tuple[str, ...]:
         """The arguments that an implementation returns as they are: it works in place."""
         names = returned_names(body)
         only = next(iter(names)) if len(names) == 1 else None
-        tensors = {p.name for p in variant.given if p.annotation == TENSOR}
+        tensors = {p.name for p in variant.given if p.annotation in (TENSOR, f"{TENSOR} | None")}
         return only if only and set(only) <= tensors and not set(only) & locals_of(body) else ()
 
     def _options(self, name: str, methods: Mapping[str, cst.FunctionDef]) -> list[str]:
@@ -346,7 +328,7 @@ class _Class:
     # --- the class ---------------------------------------------------------------------------------------------
 
     def _write_class(self, native: cst.FunctionDef) -> None:
-        head = code(native.params)
+        head = f"self, {code(native.params)}" if is_static(native) else code(native.params)
         calls = [
             (v, ", ".join(self.attributes.get(p.name, p.name) for p in v.given) + ("," if len(v.given) == 1 else ""))
             for v in self.result.variants

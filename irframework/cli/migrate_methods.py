@@ -187,6 +187,8 @@ class _WithoutInstance(cst.CSTTransformer):
         kinds = self.rewriting.layer.attribute(name)
         if kinds is not None and kinds.inline is not None:
             return cst.parse_expression(kinds.inline)
+        if kinds is not None and kinds.words == {"None"}:
+            return cst.Name("None")
         annotation = _MODULE_ATTRIBUTES.get(name) if kinds is None else kinds.annotation
         if annotation is None:
             self.rewriting.problem(node, f"what self.{name} is cannot be read from __init__")

@@ -30,6 +30,13 @@ def function(name: str, given: Sequence[Parameter], returns: str, body: str, doc
     return signature(name, given, returns) + text + body
 
 
+def docstring(text: str) -> str:
+    """A docstring as code, indented by four but for its first line."""
+    lines = text.replace("\\", "\\\\").replace('"""', "'''").splitlines()
+    end = "\n    " if len(lines) > 1 else ""
+    return '"""' + "\n".join([lines[0], *(f"    {line}".rstrip() for line in lines[1:])]) + end + '"""'
+
+
 def op_text(variable: str, name: str, options: Sequence[str], definition: str) -> str:
     """The declaration of an op."""
     given = [*([f'name="{name}"'] if name != variable else []), *options]

@@ -159,9 +159,9 @@ def returned(annotation: cst.BaseExpression) -> list[str] | None:
         inside = part.partition("[")[2].rpartition("]")[0]
         if part.lower().startswith("tuple["):
             members = [normalised(cst.parse_expression(each)) for each in split_at(inside, ",")]
-            if any(member != TENSOR for member in members):
+            if any(member not in (TENSOR, f"{TENSOR} | None") for member in members):
                 return None
-            found.append(f"tuple[{', '.join([TENSOR] * len(members))}]")
+            found.append(f"tuple[{', '.join(map(str, members))}]")
         elif part.startswith("Union["):
             return returned(cst.parse_expression(" | ".join(split_at(inside, ","))))
         elif normalised(cst.parse_expression(part)) == TENSOR:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import irframework as ir
+from irframework import platform
 from irframework.cli import main
 from irframework.errors import ArgumentError
 from irframework.layers import custom_op
@@ -113,11 +114,14 @@ class MgGated(CustomOp):
 
 @pytest.fixture
 def transaction(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transaction]:
-    """What a test registers goes with it."""
+    """What a test registers goes with it. Layers run their CPU's method, also where there is a GPU."""
     monkeypatch.setattr(custom_op, "_warned", True)
+    monkeypatch.setattr(platform, "_choose", platform.CpuPlatform)
+    registry.changed()
     made = Transaction("test_migrate")
     yield made
     made.roll_back()
+    registry.changed()
 
 
 @pytest.fixture
@@ -246,6 +250,66 @@ def test_a_replacement_in_the_same_file_becomes_implementations_of_its_originals
         torch.testing.assert_close(op(x), op.native(x) + 1)
         assert op.explain(x.double()).provider != "acme_gated_cpu"
     assert "# --- AcmeGated, line" in printed
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_result_that_is_none_with_its_argument_is_declared_so(migrated):
+    old, new, printed = migrated("""
+    @CustomOp.register("mg_rotary")
+    class MgRotary(CustomOp):
+        def __init__(self, size: int, cache: torch.Tensor):
+            super().__init__()
+            self.size = size
+            self.register_buffer("cache", cache)
+
+        def forward_native(
+            self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            factor = self.cache.index_select(0, positions)[:, : self.size]
+            query = query * factor
+            if key is not None:
+                key = key * factor
+            return query, key
+
+        def forward_cpu(self, positions, query, key=None):
+            factor = self.cache[positions, : self.size]
+            query.mul_(factor)
+            if key is not None:
+                key.mul_(factor)
+            return query, key
+    """)
+    assert 'activations=("query", "key"), allow_inplace=True, optional_outputs={1: "key"}' in printed
+    cache, positions = torch.randn(9, 4), torch.tensor([1, 7])
+    layers = old["MgRotary"](4, cache), new["MgRotary"](4, cache)
+    query, key = torch.randn(2, 4), torch.randn(2, 4)
+    assert_same(*layers, positions, query, key)
+    assert_same(*layers, positions, query)
+    assert layers[1].explain(positions, query, key).provider == "custom_cpu"
+
+
+@pytest.mark.usefixtures("seeded")
+def test_a_static_meaning_an_attribute_that_is_none_and_keyword_arguments_work(migrated):
+    old, new, _ = migrated("""
+    class MgStatic(CustomOp):
+        @staticmethod
+        def forward_native(x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+    class MgNothing(CustomOp):
+        def __init__(self, scale: float = 2.0):
+            super().__init__()
+            self.bias = None
+            self._scale = scale ** -0.5
+
+        def forward_native(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+            if self.bias is not None:
+                x = x + self.bias
+            return x * self._scale * (2 if twice else 1)
+    """)
+    x = torch.randn(3)
+    assert_same(old["MgStatic"](), new["MgStatic"](), x)
+    assert_same(old["MgNothing"](), new["MgNothing"](), x)
+    torch.testing.assert_close(new["MgNothing"]()(x, twice=True), old["MgNothing"]()(x, twice=True))
 
 
 def test_the_providers_name_can_be_given(migrated):

@@ -1,6 +1,7 @@
 """Classes of the older kind: which method runs, which class is built, what the rules of `custom_ops` say."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -22,8 +23,13 @@ from irframework.errors import (
 from irframework.layers import CustomOp, PluggableLayer, custom_op, disabled_custom_ops, enabled_custom_ops
 from irframework.registry import Transaction, registry
 
-FORWARDS = ("native", "cpu", "cuda", "hip", "xpu", "tpu", "oot")
 ONES = torch.ones(2)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(on_platform):
+    """Also where there is a GPU, unless a test says otherwise."""
+    on_platform("cpu")
 
 
 class Norm(CustomOp):
@@ -466,7 +472,11 @@ OLD_PLUGIN = """
 
 def test_an_unmodified_old_plugin_runs_with_one_deprecation_warning():
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(OLD_PLUGIN)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(OLD_PLUGIN)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "IRFRAMEWORK_PLATFORM": "cpu"},
     )
     assert done.stdout == "1 DeprecationWarning ['rms_norm']\n", done.stderr
 
