@@ -207,6 +207,28 @@ def rel_pos_attention(
 
     Source: Li et al., "MViTv2" (2022); as in ViTDet and SAM.
     """
+    scale = _check_grids(query, key, value, rel_pos_h, rel_pos_w, scale)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v = (tensor.to(wide).permute(0, 3, 1, 2, 4) for tensor in (query, key, value))
+    by_row = _vectors(rel_pos_h.to(wide), query.shape[1], key.shape[1])
+    by_column = _vectors(rel_pos_w.to(wide), query.shape[2], key.shape[2])
+    bias = torch.einsum("bnhwc,hkc->bnhwk", q, by_row).unsqueeze(-1)
+    bias = bias + torch.einsum("bnhwc,wkc->bnhwk", q, by_column).unsqueeze(-2)
+    scores = q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2) * scale
+    out = torch.softmax(scores + bias.flatten(-2).flatten(2, 3), -1) @ v.flatten(2, 3)
+    grid = out.view(*out.shape[:2], *query.shape[1:3], out.shape[-1])
+    return grid.permute(0, 2, 3, 1, 4).to(query.dtype)
+
+
+def _check_grids(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    scale: float | None,
+) -> float:
+    """Return the scale, after all shapes and dtypes were found to fit."""
     op = "rel_pos_attention"
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 5:
@@ -227,17 +249,20 @@ def rel_pos_attention(
                 f"Op {op!r}: argument {name!r} must have shape [distances, {query.shape[-1]}], it has "
                 f"{tuple(table.shape)}."
             )
-    scale = check_scale(op, query.shape[-1], scale)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v = (tensor.to(wide).permute(0, 3, 1, 2, 4) for tensor in (query, key, value))
-    by_row = _vectors(rel_pos_h.to(wide), query.shape[1], key.shape[1])
-    by_column = _vectors(rel_pos_w.to(wide), query.shape[2], key.shape[2])
-    bias = torch.einsum("bnhwc,hkc->bnhwk", q, by_row).unsqueeze(-1)
-    bias = bias + torch.einsum("bnhwc,wkc->bnhwk", q, by_column).unsqueeze(-2)
-    scores = q.flatten(2, 3) @ k.flatten(2, 3).transpose(-1, -2) * scale
-    out = torch.softmax(scores + bias.flatten(-2).flatten(2, 3), -1) @ v.flatten(2, 3)
-    grid = out.view(*out.shape[:2], *query.shape[1:3], out.shape[-1])
-    return grid.permute(0, 2, 3, 1, 4).to(query.dtype)
+    return check_scale(op, query.shape[-1], scale)
+
+
+@rel_pos_attention.register_fake
+def _grids_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    scale: float | None = None,
+) -> Tensor:
+    _check_grids(query, key, value, rel_pos_h, rel_pos_w, scale)
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 def _vectors(table: Tensor, queries: int, keys: int) -> Tensor:
