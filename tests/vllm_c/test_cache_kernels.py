@@ -135,3 +135,13 @@ def test_a_donated_cache_is_written_in_place_eager_and_compiled(name: str) -> No
             got = function(*given)
             torch.testing.assert_close(got, want)
             assert [t.data_ptr() for t in got[-2:]] == [t.data_ptr() for t in given]
+
+
+def test_positions_of_32_bits_are_taken_by_the_fused_op() -> None:
+    query, key, value = merged()
+    op = ir.ops.rotary_embedding_reshape_and_cache
+    args = (query, key, value, *caches(), SLOTS, angles(), 16)
+    positions = torch.tensor([3, 0, 7])
+    assert op.dispatch(positions.int(), *args).provider == "vllm_c"
+    with ir.priority({op.name: "vllm_c"}):
+        assert all(map(torch.equal, op(positions.int(), *args), op(positions, *args)))

@@ -155,7 +155,16 @@ def rotary_embedding_reshape_and_cache(
     A position outside the angles is a RuntimeError.
     """
     query, key = KERNELS.rotary_embedding_reshape_and_cache.default(
-        positions, query, key, value, key_cache, value_cache, slot_mapping, cos_sin_cache, head_size, is_neox
+        positions.to(torch.int64),
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        cos_sin_cache,
+        head_size,
+        is_neox,
     )
     return query, key, key_cache, value_cache
 
@@ -330,12 +339,12 @@ def register(provider: str) -> None:
             row_contiguous=("query", "key", "cos_sin_cache"),
         ),
     )
-    slots = (torch.int64, torch.int32)
+    integers = (torch.int64, torch.int32)
     add(
         "reshape_and_cache",
         reshape_and_cache,
         ir.supports(
-            dtype={"key": FLOATS, "value": FLOATS, "slot_mapping": slots},
+            dtype={"key": FLOATS, "value": FLOATS, "slot_mapping": integers},
             contiguous=("slot_mapping",),
             row_contiguous=("key", "value"),
         )
@@ -346,8 +355,8 @@ def register(provider: str) -> None:
         "rotary_embedding_reshape_and_cache",
         rotary_embedding_reshape_and_cache,
         ir.supports(
-            dtype={"positions": (torch.int64,), "query": FLOATS, "value": FLOATS, "cos_sin_cache": FLOATS}
-            | {"slot_mapping": slots},
+            dtype={"positions": integers, "query": FLOATS, "value": FLOATS, "cos_sin_cache": FLOATS}
+            | {"slot_mapping": integers},
             same_dtype=("query", "key"),
             ndim={"positions": 1, "cos_sin_cache": 2},
             contiguous=("positions", "slot_mapping"),
