@@ -1,4 +1,6 @@
-"""How far an implementation may be from native, unless an op says otherwise. Does not compare anything."""
+"""How far an implementation may be from native.
+
+Owns the tolerances that hold unless an op says otherwise. Does not compare anything."""
 
 from dataclasses import dataclass
 
