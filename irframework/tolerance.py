@@ -1,6 +1,7 @@
 """How far an implementation may be from native.
 
-Owns the tolerances that hold unless an op says otherwise. Does not compare anything."""
+Owns the tolerances that hold unless an op says otherwise. Does not compare anything.
+"""
 
 from dataclasses import dataclass
 
