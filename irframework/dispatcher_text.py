@@ -196,7 +196,8 @@ class Writer:
         if not impl.proven:
             return [*lines, f"{indent}return _unusual(_op, {self.donated}, {everything})"]
         if self.looks and not impl.checks_values:
-            lines.append(f"{indent}_check_values({self.op.parameters.passed})")
+            plainly = "" if self.known is not None else "_transform() is None and "  # batched tensors show no values
+            lines.append(f"{indent}{plainly}_check_values({self.op.parameters.passed})")
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")
