@@ -5,17 +5,22 @@ Each cell is (time of the call - time of the implementation called directly) / t
 interleaved in every round; the table gives the median over the rounds and the spread between the quartiles.
 
     python benchmarks/dispatch.py [--rounds 15] [--calls 20000] [--json]
+    python benchmarks/dispatch.py --kernels [--rounds 15] [--calls 20000] [--json]
+
+With `--kernels`: calls of the CPU kernels of `vllm_c` through irframework over calls of the provider's functions.
 """
 
 import argparse
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import platform
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -110,8 +115,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=20000)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--kernels", action="store_true", help="ratios for kernels instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.kernels:
+        kernels(options)
+        return
     subjects: dict[tuple[str, int], Callable[..., Tensor]] = {
         (kind, count): make_op(kind, count) for kind in ("python predicate", "ir.supports") for count in (1, 3, 6)
     }
@@ -135,6 +144,49 @@ def main() -> None:
                     share = (timed(subject, x, weight, options.calls) - direct) / whole
                     shares.setdefault((kind, count, mode), []).append(share)
     report(shares, options.json)
+
+
+def kernels(options: argparse.Namespace) -> None:
+    x, residual, scale = torch.randn(1, 64), torch.randn(1, 64), torch.tensor(0.5)
+    weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "rms_norm": (x, weight, 1e-6),
+        "fused_add_rms_norm": (x, residual, weight, 1e-6),
+        "silu_and_mul": (x,),
+        "rms_norm_static_quant_fp8": (x, weight, scale, 1e-6),
+        "rms_norm_dynamic_quant_fp8": (x, weight, 1e-6),
+        "silu_and_mul_static_quant_fp8": (x, scale),
+        "silu_and_mul_dynamic_quant_fp8": (x,),
+    }
+    ratios: dict[str, list[float]] = {}
+    with torch.no_grad():
+        for _ in range(options.rounds):
+            for name, args in arguments.items():
+                op = getattr(ir.ops, name)
+                impl = op.impls["vllm_c"]
+                forms = {name: (op, impl.functional or impl)}
+                if op.allow_inplace:
+                    forms[f"{name}.maybe_inplace"] = op.maybe_inplace, impl
+                for what, (form, direct) in forms.items():
+                    without = (None,) * (len(inspect.signature(direct.fn).parameters) - len(args))
+                    through = timed_with(form, args, options.calls)
+                    ratio = through / timed_with(direct.fn, (*args, *without), options.calls)
+                    ratios.setdefault(what, []).append(ratio)
+    rows = [{"call": what, "quartiles": statistics.quantiles(values, n=4)} for what, values in ratios.items()]
+    if options.json:
+        print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "rows": rows}, indent=1))
+        return
+    print(f"torch {torch.__version__}, Python {platform.python_version()}; time of a call over the function's own")
+    for row in rows:
+        low, middle, high = row["quartiles"]
+        print(f"{row['call']:40} {middle:5.2f} [{low:.2f}, {high:.2f}]")
+
+
+def timed_with(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:
+    """As `timed`, with the arguments written out: `*args` would spare an object what a call of it costs."""
+    names = {f"a{i}": value for i, value in enumerate(args)}
+    timer = timeit.Timer(f"f({', '.join(names)})", timer=time.thread_time, globals={"f": function, **names})
+    return min(timer.repeat(3, calls // 3)) / (calls // 3)
 
 
 def timed(function: Callable[..., Tensor], x: Tensor, weight: Tensor, calls: int) -> float:
