@@ -143,11 +143,14 @@ class MLA(ParallelLayer):
 
 
 def _written(latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
-    """The cache with these rows: a cache of one head of keys, whose values have no elements."""
+    """The cache with these rows: the op writes keys and values, so the rows are keys, and values are what is least."""
     blocks, block_size, size = cache.shape
-    keys = cache.view(blocks, block_size, 1, size)
-    nothing = cache.new_empty((blocks, block_size, 1, 0))
+    rows = latent.unsqueeze(1)
     written, _ = reshape_and_cache.maybe_inplace(
-        latent.unsqueeze(1), latent.new_empty((latent.shape[0], 1, 0)), keys, nothing, slot_mapping
+        rows,
+        rows[..., :1],
+        cache.view(blocks, block_size, 1, size),
+        cache.new_empty((blocks, block_size, 1, 1)),
+        slot_mapping,
     )
     return torch.squeeze(written, 2)

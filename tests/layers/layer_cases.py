@@ -209,3 +209,19 @@ def run(rank, references, compiled):
         done[name] = [result_of(name, form, args) for form in forms]
         torch._dynamo.reset()
     return done
+
+
+def gradients(layer, x):
+    """Gradients of the weights and of x, of a loss that all processes compute alike and share."""
+    x = x.clone().requires_grad_()
+    (layer(x).pow(2).sum() / layer.gate_up_proj.group.size).backward()
+    return {name: parameter.grad for name, parameter in layer.named_parameters()} | {"x": x.grad}
+
+
+def run_and_train(rank, references, compiled):
+    """As `run`, and the gradients of a perceptron: those of x are parts of a sum."""
+    done = run(rank, references, compiled)
+    weights, (x,), _ = references["GeluAndMul"]
+    layer = BUILD["GeluAndMul"](torch.distributed.group.WORLD)
+    layers.load_full(layer, weights)
+    return done, gradients(layer, x)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from layer_cases import BUILD, result_of, run
+from layer_cases import BUILD, gradients, result_of, run_and_train
 from layer_references import REFERENCES, reference
 from two_processes import run_in_processes
 
@@ -59,13 +59,24 @@ def test_a_layer_can_be_copied_and_pickled(name):
 
 @pytest.fixture(scope="module")
 def on_two_processes():
-    return run_in_processes(run, {name: reference(name) for name in REFERENCES}, ON_TWO_COMPILED)
+    return run_in_processes(run_and_train, {name: reference(name) for name in REFERENCES}, ON_TWO_COMPILED)
 
 
 @EVERY_LAYER
 def test_a_layer_that_is_divided_over_two_processes_computes_the_same(on_two_processes, name):
     for rank in range(2):
-        results = on_two_processes[rank][name]
+        results = on_two_processes[rank][0][name]
         assert len(results) == 1 + (name in ON_TWO_COMPILED)
         for result in results:
             close(result, reference(name)[2])
+
+
+def test_gradients_of_divided_weights_are_their_parts_of_the_gradients(on_two_processes):
+    layer, (x,) = loaded("GeluAndMul"), reference("GeluAndMul")[1]
+    wanted = gradients(layer, x)
+    first, second = (found for _, found in on_two_processes)
+    for name in ("gate_up_proj.weight", "gate_up_proj.bias"):
+        parts = [torch.cat(pair) for pair in zip(first[name].chunk(2), second[name].chunk(2), strict=True)]
+        close(torch.cat(parts), wanted[name])
+    close(torch.cat((first["down_proj.weight"], second["down_proj.weight"]), 1), wanted["down_proj.weight"])
+    close(first["x"] + second["x"], wanted["x"])
