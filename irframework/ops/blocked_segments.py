@@ -6,12 +6,14 @@ not hold ops.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from irframework.errors import ArgumentError
+from irframework.ops.packed_sequences import check_offsets
 from irframework.symbolic import same_sizes
 
 
@@ -133,7 +135,7 @@ def carry_states(blocks: Blocks, decay: Tensor, added: Tensor, initial: Tensor |
     return before, final if initial is None else torch.where((last < count).reshape(shape), final, initial)
 
 
-def _doublings(count: int, size: int) -> int:
+def _doublings(count: Any, size: int) -> int:
     if isinstance(count, int):
         return max(count - 1, 0).bit_length()
     return 32 - size.bit_length()
@@ -163,6 +165,17 @@ def check_starts(op: str, x: Tensor, query_start_loc: Tensor | None, dims: int) 
             f"Op {op!r}: argument 'query_start_loc' must be a vector [sequences + 1] of int32 or int64, it has dtype "
             f"{query_start_loc.dtype} and shape {tuple(query_start_loc.shape)}."
         )
+
+
+def check_start_values(op: str, x: Tensor, query_start_loc: Tensor | None, dims: int) -> None:
+    """Check the numbers in `query_start_loc`. Waits for the device.
+
+    Raises:
+        ArgumentError: As `check_starts`; or the numbers do not ascend from 0 to at most the number of tokens.
+    """
+    check_starts(op, x, query_start_loc, dims)
+    if query_start_loc is not None:
+        check_offsets(op, "query_start_loc", query_start_loc, x.shape[0], None)
 
 
 def starts_of(x: Tensor, query_start_loc: Tensor | None) -> Tensor:

@@ -16,13 +16,14 @@ from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.blocked_segments import (
     check_initial,
+    check_start_values,
     check_starts,
     chosen_initial,
     segments_of,
     with_zero_row,
 )
 from irframework.ops.layernorm import check_floating, widened
-from irframework.ops.packed_sequences import check_offsets, cut
+from irframework.ops.packed_sequences import cut
 from irframework.ops.state_slots import check_slot_numbers, check_slots, some_slots, taken_slots, with_slots
 from irframework.symbolic import same_sizes
 
@@ -270,8 +271,7 @@ def _check_conv_values(
     has_initial_state: Tensor | None = None,
     activation: str = "none",
 ) -> None:
-    if query_start_loc is not None:
-        check_offsets("causal_conv1d", "query_start_loc", query_start_loc, x.shape[0], None)
+    check_start_values("causal_conv1d", x, query_start_loc, 1)
 
 
 @short_conv.register_value_check
@@ -283,8 +283,7 @@ def _check_short_conv_values(
     initial_states: Tensor | None = None,
     has_initial_state: Tensor | None = None,
 ) -> None:
-    if query_start_loc is not None:
-        check_offsets("short_conv", "query_start_loc", query_start_loc, x.shape[0], None)
+    check_start_values("short_conv", x, query_start_loc, 1)
 
 
 @causal_conv1d_update.register_value_check
@@ -296,7 +295,7 @@ def _check_update_values(
     conv_state_indices: Tensor | None = None,
     activation: str = "none",
 ) -> None:
-    check_slot_numbers("causal_conv1d_update", "conv_state_indices", conv_state_indices, conv_state.shape[0])
+    check_slot_numbers("causal_conv1d_update", "conv_state_indices", conv_state_indices, conv_state)
 
 
 @causal_conv1d.register_input_generator

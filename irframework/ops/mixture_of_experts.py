@@ -159,6 +159,14 @@ def _check_ids(op: str, topk_ids: Tensor) -> None:
         raise ArgumentError(f"Op {op!r}: argument 'topk_ids' must have dtype int32 or int64, it has {topk_ids.dtype}.")
 
 
+def _check_alignment(topk_ids: Tensor, block_size: int, num_experts: int) -> None:
+    op = "moe_align_block_size"
+    _check_ids(op, topk_ids)
+    for name, number in (("block_size", block_size), ("num_experts", num_experts)):
+        if number < 1:
+            raise ArgumentError(f"Op {op!r}: {name}={number} must be at least 1.")
+
+
 @register_op(activations=("topk_ids",))
 def moe_align_block_size(topk_ids: Tensor, block_size: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the pairs of token and expert by expert, and pad each expert's to whole blocks.
@@ -181,11 +189,7 @@ def moe_align_block_size(topk_ids: Tensor, block_size: int, num_experts: int) ->
 
     Source: the block layout of grouped matrix products for mixtures of experts, as in Gale et al., "MegaBlocks" (2022).
     """
-    op = "moe_align_block_size"
-    _check_ids(op, topk_ids)
-    for name, number in (("block_size", block_size), ("num_experts", num_experts)):
-        if number < 1:
-            raise ArgumentError(f"Op {op!r}: {name}={number} must be at least 1.")
+    _check_alignment(topk_ids, block_size, num_experts)
     ids = topk_ids.flatten()
     pairs = ids.shape[0]
     order, starts = _expert_starts(ids, num_experts)
@@ -200,10 +204,10 @@ _ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai")
 
 
 def _gated(h: Tensor, activation: str) -> Tensor:
-    op = {"silu": silu_and_mul, "swigluoai": swigluoai_and_mul}.get(activation)
-    if op is not None:
-        return op.native(h)
-    return gelu_and_mul.native(h, "tanh" if activation == "gelu_tanh" else "none")
+    op = {"silu": silu_and_mul, "swigluoai": swigluoai_and_mul}.get(activation, gelu_and_mul)
+    words = ("tanh" if activation == "gelu_tanh" else "none",) if op is gelu_and_mul else ()
+    gated: Tensor = op.native(h, *words)
+    return gated
 
 
 def _check_experts(
@@ -315,6 +319,7 @@ def _check_expert_numbers(op: str, topk_ids: Tensor, experts: int) -> None:
 
 @moe_align_block_size.register_value_check
 def _check_aligned_values(topk_ids: Tensor, block_size: int, num_experts: int) -> None:
+    _check_alignment(topk_ids, block_size, num_experts)
     _check_expert_numbers("moe_align_block_size", topk_ids, num_experts)
 
 
@@ -329,6 +334,7 @@ def _check_moe_values(
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
 ) -> None:
+    _check_experts(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias)
     _check_expert_numbers("fused_moe", topk_ids, w2.shape[0])
 
 

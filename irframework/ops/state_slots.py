@@ -58,14 +58,17 @@ def _slots(state: Tensor, indices: Tensor) -> Tensor:
     return torch.where((indices >= 0) & (indices < count), indices, count).to(torch.int64)
 
 
-def check_slot_numbers(op: str, name: str, indices: Tensor | None, slots: int) -> None:
+def check_slot_numbers(op: str, name: str, indices: Tensor | None, state: Tensor) -> None:
     """Check the numbers of slots. Waits for the device.
 
     Raises:
         ArgumentError: A slot does not exist, or two rows name the same one.
     """
     seen: set[int] = set()
-    for row, slot in enumerate([] if indices is None else indices.tolist()):
+    slots = state.shape[0] if state.dim() else 0
+    if indices is None or indices.dim() != 1 or indices.is_floating_point():  # `check_slots` has the word for those
+        return
+    for row, slot in enumerate(indices.tolist()):
         if not -1 <= slot < slots:
             raise ArgumentError(
                 f"Op {op!r}: argument {name!r} names slot {slot} in row {row}; there are {slots} slots, from 0, and -1 "

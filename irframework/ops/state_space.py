@@ -18,12 +18,13 @@ from irframework.ops.blocked_segments import (
     blocks_of,
     carry_states,
     check_initial,
+    check_start_values,
     check_starts,
     chosen_initial,
     starts_of,
 )
 from irframework.ops.layernorm import check_floating
-from irframework.ops.packed_sequences import check_offsets, cut
+from irframework.ops.packed_sequences import cut
 from irframework.ops.state_slots import check_slot_numbers, check_slots, some_slots, taken_slots, with_slots
 from irframework.symbolic import same_sizes
 
@@ -269,8 +270,7 @@ def _check_scan_values(
     initial_states: Tensor | None = None,
     has_initial_state: Tensor | None = None,
 ) -> None:
-    if query_start_loc is not None:
-        check_offsets("selective_scan", "query_start_loc", query_start_loc, x.shape[0], None)
+    check_start_values("selective_scan", x, query_start_loc, 1)
 
 
 @selective_state_update.register_value_check
@@ -287,7 +287,7 @@ def _check_step_values(
     dt_softplus: bool = False,
     state_indices: Tensor | None = None,
 ) -> None:
-    check_slot_numbers("selective_state_update", "state_indices", state_indices, state.shape[0])
+    check_slot_numbers("selective_state_update", "state_indices", state_indices, state)
 
 
 def some_rates(*shape: int, **options: Any) -> Tensor:

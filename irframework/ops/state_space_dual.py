@@ -12,11 +12,12 @@ from irframework.ops.blocked_segments import (
     blocks_of,
     carry_states,
     check_initial,
+    check_start_values,
     check_starts,
     chosen_initial,
     starts_of,
 )
-from irframework.ops.packed_sequences import check_offsets, cut, heads_of
+from irframework.ops.packed_sequences import cut, heads_of
 from irframework.ops.state_space import (
     check_shapes,
     finished,
@@ -146,8 +147,7 @@ def _check_chunk_scan_values(
     initial_states: Tensor | None = None,
     has_initial_state: Tensor | None = None,
 ) -> None:
-    if query_start_loc is not None:
-        check_offsets("mamba2_chunk_scan", "query_start_loc", query_start_loc, x.shape[0], None)
+    check_start_values("mamba2_chunk_scan", x, query_start_loc, 2)
 
 
 @mamba2_chunk_scan.register_input_generator
