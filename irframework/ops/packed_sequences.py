@@ -257,7 +257,7 @@ def cut(tokens: int, device: str) -> tuple[Tensor, int]:
     """Cut tokens into up to three sequences: their cu_seqlens, and the length of the longest."""
     ends = sorted({0, tokens // 6, tokens // 2, tokens})
     longest = max((end - start for start, end in pairwise(ends)), default=0)
-    return torch.tensor(ends, dtype=torch.int32, device=device), longest
+    return torch.tensor(ends, dtype=torch.int32).to(device), longest  # a fake of a Python device takes no list
 
 
 def blocks_of(lengths: Tensor, block_size: int) -> tuple[int, Tensor]:

@@ -38,6 +38,14 @@ def irframework_platforms():
 
 ALL_OPS = """
 import irframework as ir
+
+def same(op, got, expected):
+    if got is None or expected is None:
+        return got is expected
+    near = op.get_tolerance(expected.dtype)  # the CPU has kernels for some functions that other devices write out
+    return got.device.type == "toy" and torch.allclose(got.cpu().float(), expected.float(), near.rtol, near.atol)
+
+torch.manual_seed(0)
 found = {}
 for name in ir.ops.__all__:
     op = getattr(ir.ops, name)
@@ -49,10 +57,10 @@ for name in ir.ops.__all__:
     with ir.priority({name: "native"}):
         forms = [op, op.torch_op] + ([op.maybe_inplace, op.maybe_inplace.torch_op] if op.allow_inplace else [])
         for call in forms:
-            for _ in range(3):
+            for _ in range(2):
                 got = call(*there)
-                pairs = zip(got, expected) if isinstance(got, tuple) else [(got, expected)]
-                ok.append(all(g.device.type == "toy" and torch.allclose(g.cpu().float(), e.float()) for g, e in pairs))
+                pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+                ok.append(all(same(op, g, e) for g, e in pairs))
     found[name] = all(ok)
 """
 

@@ -93,7 +93,7 @@ def test_quantising_norms_write_the_sum_into_the_donated_residual_only(op: str, 
 def test_rotary_without_a_key_returns_what_native_returns() -> None:
     got = ir.ops.rotary_embedding(torch.arange(6), X, None, CACHE, 16)
     want = ir.ops.rotary_embedding.native(torch.arange(6), X, None, CACHE, 16)
-    assert got[1].shape == want[1].shape
+    assert got[1] is None
     torch.testing.assert_close(got[0], want[0])
 
 

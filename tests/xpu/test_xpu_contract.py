@@ -157,8 +157,12 @@ def test_copies_of_query_and_key_are_rotated_by_one_call(apart, lead, with_key, 
     before = query.clone()
     assert accepted("rotary_embedding", *arguments)
     got = implementations.rotary_embedding(*arguments)
-    for mine, native in zip(got, ir.ops.rotary_embedding.native(*arguments), strict=True):
-        torch.testing.assert_close(mine, native)
+    wanted = ir.ops.rotary_embedding.native(*arguments)
+    torch.testing.assert_close(got[0], wanted[0])
+    if with_key:
+        torch.testing.assert_close(got[1], wanted[1])
+    else:  # torch sees an empty tensor in the place of nothing, and so may whoever implements an op
+        assert got[1].numel() == 0
     assert CALLS == ["rotary_embedding"]
     assert torch.equal(query, before)
 

@@ -8,7 +8,6 @@ Private torch API used here (read in 2.11 and 2.13): `_setup_privateuseone_for_p
 `torch._C._acc.create_empty_tensor`; `redispatch` of `aten.as_strided`, whose meta kernel writes only sizes and strides.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,9 +113,21 @@ def _on_the_cpu(value: Any) -> Any:
     return memory_of(value) if isinstance(value, Tensor) else value.held
 
 
-def _run_on_the_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _as_tensors(op: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Arguments with tensors where the op has tensors: torch hands a number in such a place over as a number."""
+    others = [value for value in args if isinstance(value, Tensor)]
+    wanted = [isinstance(parameter.type, torch.TensorType) for parameter in op._schema.arguments[: len(args)]]
+
+    def tensor(number: Any) -> Tensor:
+        return torch.tensor(number, dtype=torch.result_type(others[-1], number) if others else None)
+
+    pairs = zip(args, wanted, strict=True)
+    return [tensor(v) if a_tensor and isinstance(v, (int, float, complex)) else v for v, a_tensor in pairs]
+
+
+def _run_on_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op over the memory of its arguments; what it returns is on the device if an argument was."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
+    flat, spec = pytree.tree_flatten((_as_tensors(op, args), kwargs))
     plain = [_on_the_cpu(value) for value in flat]
     pairs = [(mine, given) for mine, given in zip(plain, flat, strict=True) if isinstance(mine, Tensor)]
     memory = {mine.untyped_storage()._cdata: given for mine, given in pairs if _is_ours(given)}
