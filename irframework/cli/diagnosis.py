@@ -101,7 +101,7 @@ def diagnose() -> Diagnosis:
     decisions: list[DecisionNow] = []
     for op in ops.values():
         for mode in MODES:
-            outcome = _decide(op, mode)
+            outcome = usual_decision(op, mode)
             if isinstance(outcome, DecisionNow):
                 decisions.append(outcome)
             elif outcome not in findings:
@@ -110,6 +110,31 @@ def diagnose() -> Diagnosis:
             findings += _reach_findings(op)
     implementations = tuple(impl for op in ops.values() for impl in op.impls.values())
     return Diagnosis(_environment(), infos, implementations, tuple(decisions), tuple(findings))
+
+
+def usual_decision(op: IrOp, mode: str) -> DecisionNow | Finding:
+    """The decision for a usual call (8x4096, float32) on the current platform, or why there is none."""
+    import torch
+
+    from irframework.cli.sample_arguments import sample_arguments
+    from irframework.dispatch import resolve
+    from irframework.errors import InvalidOpError, IrError
+    from irframework.platform import current_platform
+    from irframework.priority import entries_for
+
+    device = current_platform().device_types[0]
+    try:
+        priority = tuple((entry.provider, entry.origin) for entry in entries_for(op, device, mode))
+        values = sample_arguments(op, _SHAPE, torch.float32, device)
+        decision = resolve(op, values, mode, stop_at_first=False)
+    except InvalidOpError as error:
+        return Finding("note", op.name, str(error))
+    except IrError as error:
+        return Finding("problem", op.name, str(error))
+    except Exception as error:  # a plugin's input generator
+        return Finding("problem", op.name, f"its input generator raised {type(error).__name__}: {error}")
+    others = tuple((c.provider, c.reason or "") for c in decision.candidates if c.provider != decision.provider)
+    return DecisionNow(op.name, mode, decision.provider, priority, others)
 
 
 def _environment() -> tuple[tuple[str, str], ...]:
@@ -184,31 +209,6 @@ def _platform_findings() -> Iterator[Finding]:
         names = ", ".join(f"{p.name} ({type(p).__module__})" for p in claiming)
         text = f"several say that they are here: {names}; {current_platform().name} is used"
         yield Finding("problem", "platform", f"{text}. Set IRFRAMEWORK_PLATFORM to choose.")
-
-
-def _decide(op: IrOp, mode: str) -> DecisionNow | Finding:
-    """The decision for a usual call on the current platform, or why there is none."""
-    import torch
-
-    from irframework.cli.sample_arguments import sample_arguments
-    from irframework.dispatch import resolve
-    from irframework.errors import InvalidOpError, IrError
-    from irframework.platform import current_platform
-    from irframework.priority import entries_for
-
-    device = current_platform().device_types[0]
-    try:
-        priority = tuple((entry.provider, entry.origin) for entry in entries_for(op, device, mode))
-        values = sample_arguments(op, _SHAPE, torch.float32, device)
-        decision = resolve(op, values, mode, stop_at_first=False)
-    except InvalidOpError as error:
-        return Finding("note", op.name, str(error))
-    except IrError as error:
-        return Finding("problem", op.name, str(error))
-    except Exception as error:  # a plugin's input generator
-        return Finding("problem", op.name, f"its input generator raised {type(error).__name__}: {error}")
-    others = tuple((c.provider, c.reason or "") for c in decision.candidates if c.provider != decision.provider)
-    return DecisionNow(op.name, mode, decision.provider, priority, others)
 
 
 def _reach_findings(op: IrOp) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 _COMMANDS = {
     "run": "generate text with a real model, and show which kernel ran each op",
     "doctor": "what is installed here, what works, and why the rest does not",
-    "ops": "the registered ops and their implementations",
+    "ops": "who implements which op, and who is chosen here",
     "explain": "how one call would be decided, and why",
     "check": "whether implementations keep their op's contract",
     "bench": "how fast everyone who can run an op is here, beside a copy",

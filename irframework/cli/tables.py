@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
@@ -37,6 +37,23 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     if len(rule) > 200:
         rule = rule[:200]
     return "\n".join([f"\n{title}", shown[0], rule, *shown[1:]])
+
+
+def print_groups(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    """Prints one table in groups, without lines between the columns, so that it stays narrow.
+
+    Args:
+        columns: headings.
+        groups: rows of cells by the heading of their group.
+    """
+    if _is_seen(sys.stdout):
+        _print_rich_groups(columns, groups)
+        return
+    heading, rule, *lines = plain_table("", columns, [row for rows in groups.values() for row in rows]).splitlines()[2:]
+    print(f"{heading}\n{rule}")
+    for group, rows in groups.items():
+        print("\n".join([f"\n{group}:", *lines[: len(rows)]]))
+        del lines[: len(rows)]
 
 
 @contextmanager
@@ -71,6 +88,23 @@ def spinner(what: str) -> Iterator[None]:
 def _is_seen(stream: object) -> bool:
     is_terminal = getattr(stream, "isatty", None)
     return bool(is_terminal is not None and is_terminal()) and importlib.util.find_spec("rich") is not None
+
+
+def _print_rich_groups(columns: Sequence[str], groups: Mapping[str, Sequence[Sequence[str]]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"chosen": "bold green", "x": "red", "-": "dim"}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for group, rows in groups.items():
+        table.add_row()
+        table.add_row(Text(group, style="bold cyan"))
+        for row in rows:
+            table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    Console().print(table)
 
 
 def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -66,22 +66,6 @@ def test_an_op_without_a_generator_says_what_to_do(as_json: Json, declare: Calla
     assert "register_input_generator" in document["error"]["message"]
 
 
-def test_ops_lists_implementations(as_json: Json) -> None:
-    code, document = as_json("ops", "rms_norm")
-    assert code == 0
-    (op,) = document
-    assert op["name"] == "rms_norm"
-    native = op["implementations"][0]
-    assert (native["provider"], native["supported"]) == ("native", True)
-
-
-def test_ops_prints_every_op(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ops"]) == 0
-    out = capsys.readouterr().out
-    assert "rotary_embedding(Tensor positions" in out
-    assert "maybe_inplace gives away: x, x_residual" in out
-
-
 @pytest.mark.parametrize("option", ["--ir-op-priority.rms_nrom=native", "--ir-op-priority.rms=native"])
 def test_a_priority_for_an_unknown_op_names_the_closest(capsys: pytest.CaptureFixture[str], option: str) -> None:
     assert main(["explain", "rms_norm", option]) == 1
