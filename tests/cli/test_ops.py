@@ -52,7 +52,7 @@ def test_standard_ops_and_the_repositorys_providers_fit_in_eighty_columns() -> N
 
 def test_a_cell_says_what_a_provider_is_to_an_op(as_json: Json, declare: Callable[..., ir.IrOp]) -> None:
     op = declare()
-    op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape, dtype=dtype, device=device), 2.0))
+    op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape, dtype=dtype, device=device),))
     op.register_impl("taken", supported=True)(op.native)
     op.register_impl("later", supported=True)(op.native)
     op.register_impl("broken", supported=False)(op.native)
