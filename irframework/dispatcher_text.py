@@ -195,7 +195,7 @@ class Writer:
         everything = self.op.parameters.together
         if not impl.proven:
             return [*lines, f"{indent}return _unusual(_op, {self.donated}, {everything})"]
-        if self.looks and not impl.checks_values:
+        if self.looks and (not impl.checks_values or settings().check_values):
             plainly = "" if self.known is not None else "_transform() is None and "  # batched tensors show no values
             lines.append(f"{indent}{plainly}_check_values({self.op.parameters.passed})")
         passed = passed_to(self.op, impl.fn)

@@ -153,7 +153,7 @@ def run(op: "IrOp", args: tuple[Any, ...], donated: bool = False) -> Any:
     impl = resolve(op, args).impl
     if not bisecting.takes_number(impl):
         impl = resolve(op, args).impl
-    if not impl.checks_values:
+    if not impl.checks_values or settings().check_values:
         check_values(op, args)
     return run_impl(impl, args, donated)
 

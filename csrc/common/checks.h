@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -123,14 +124,17 @@ inline void check_output(const char* op, const char* name, const Tensor& out, co
                shape_of(v));
 }
 
-// The scale of static quantisation: one float32 number on the device of the other tensors. Its value is not read here.
+// The scale of static quantisation: one float32 number on the device of the other tensors. On the CPU its value is read:
+// zero and what is not finite are refused before anything is written, as the ops' value checks do.
 inline const float* scale_data(const char* op, const Tensor& scale, const Device& on) {
   static const int32_t f32 = aoti_torch_dtype_float32();
   const View v = view_of(op, "scale", scale, on);
   if (v.dtype != f32 || v.numel() != 1) {
     fail(op, "scale must hold one float32 number, got shape " + shape_of(v) + (v.dtype != f32 ? ", another dtype" : ""));
   }
-  return static_cast<const float*>(data_of(v));
+  const float* data = static_cast<const float*>(data_of(v));
+  if (on == cpu_device() && (!std::isfinite(*data) || *data == 0.0f)) fail(op, "scale must be finite and not zero");
+  return data;
 }
 
 inline void check_rank(const char* op, const View& v, int64_t least) {

@@ -40,6 +40,15 @@ FUNCTIONAL_KERNELS = (
 )
 
 
+_LOOK_AT_VALUES = (  # the kernels themselves refuse wrong scales and positions
+    "static_quant_fp8",
+    "rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_static_quant_fp8",
+    "silu_and_mul_static_quant_fp8",
+    "rotary_embedding",
+)
+
+
 def kernels_load() -> bool | ir.Rejected:
     """Whether the CPU kernels load here; the reason when they do not."""
     try:
@@ -287,6 +296,7 @@ def register(provider: str) -> None:
             inplace=overwrites or functional is not None,
             functional=functional,
             batch_invariant=True,
+            checks_values=name in _LOOK_AT_VALUES,
         )
         registered(fn)
 
