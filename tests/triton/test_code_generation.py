@@ -28,13 +28,15 @@ MODULES = {
     "rotary_kernel": "rotary",
     "cache_kernel": "kv_cache",
     "rotary_cache_kernel": "kv_cache",
+    "activation_kernel": "activations",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
-    "query", "key", "value", "cache", "query_out", "key_out", "key_cache", "value_cache",
+    "query", "key", "value", "cache", "query_out", "key_out", "key_cache", "value_cache", "alpha_p", "alpha_n",
 )  # fmt: skip
 VALUES, STATIC, DYNAMIC = range(3)
 SILU, GELU, GELU_TANH, NO_GATE = range(4)
+GELU_NEW, GELU_FAST, QUICK_GELU, RELU2, XIELU, MUL_SILU, FATRELU, SWIGLUOAI = range(8)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ CASES = [
     Case("cache_kernel", 4, {"key_tile_heads": 8, "key_block": 128, **COPIED}),
     Case("rotary_cache_kernel", 4, {**CACHED, "is_neox": True, "rest_block": 0}),
     Case("rotary_cache_kernel", 4, {**CACHED, "is_neox": False, "rest_block": 32}),
+    *(Case("activation_kernel", 4, {"activation": a, **ELEMENTS}) for a in (QUICK_GELU, XIELU, FATRELU)),
+    Case("activation_kernel", 4, {"activation": SWIGLUOAI, **ELEMENTS, "block": 512}),
 ]
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
@@ -119,6 +123,7 @@ def compiled(
     kernel = kernel or kernel_of(case)
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
     types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64", "slots": "*i64"}
+    types |= {"first": epsilon, "second": epsilon}
     if case.constants.get("codes"):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
@@ -220,6 +225,7 @@ ONES = {
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
     "cache_kernel": ("key_heads", "key_size", "value_heads", "value_size", "key_stride", "slot_count"),
     "rotary_cache_kernel": ("query_heads", "key_heads", "value_heads", "value_size", "half", "slot_count"),
+    "activation_kernel": ("length", "x_stride"),
 }
 
 
@@ -247,7 +253,10 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
             assert "st.global.v2.b32" in found
             assert "ld.global.v2.b32" not in found
     else:
-        assert set(found) - {"ld.global.b64"} == VECTORS
+        # Single numbers: a position, the alphas of xIELU. Pairs of gate and up become half as many numbers.
+        pairs = case.constants.get("activation") == SWIGLUOAI
+        found = {"st.global.v4.b32" if pairs and kind == "st.global.v2.b32" else kind for kind in found}
+        assert found - {"ld.global.b64", "ld.global.b16"} == VECTORS
     assert "ttg.convert_layout" not in kernel.asm["ttgir"]
 
 

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def kernels():
-    from irframework_triton_kernels.kernels import gated, kv_cache, norms, rotary
+    from irframework_triton_kernels.kernels import activations, gated, kv_cache, norms, rotary
 
     return (
         norms.rms_norm_kernel,
@@ -20,6 +20,7 @@ def kernels():
         rotary.rotary_kernel,
         kv_cache.cache_kernel,
         kv_cache.rotary_cache_kernel,
+        activations.activation_kernel,
     )
 
 

@@ -60,12 +60,17 @@ def kernels():
 
 
 def test_every_implementation_is_one_visible_launch_that_writes_its_results_only(kernels, tracer):
+    from irframework_triton_kernels import activations
+
     x, wide, weight = tracer.rows(8, 4096), tracer.rows(8, 8192), tracer.fixed(4096)
     assert tracer.written(lambda x, w: kernels.rms_norm(x, w, 1e-6), x, weight) == ["y"]
     add = tracer.written(lambda x, r, w: kernels.fused_add_rms_norm(x, r, w, 1e-6), x, tracer.rows(8, 4096), weight)
     assert add == ["y", "residual"]
     assert tracer.written(kernels.silu_and_mul, wide) == ["y"]
     assert tracer.written(lambda x: kernels.gelu_and_mul(x, "tanh"), wide) == ["y"]
+    assert tracer.written(activations.quick_gelu, wide) == ["y"]
+    assert tracer.written(activations.swigluoai_and_mul, wide) == ["y"]
+    assert tracer.written(activations.xielu, wide, tracer.fixed(1), tracer.fixed(1)) == ["y"]
     positions, key, cache = tracer.rows(8, dtype=torch.int64), tracer.rows(8, 1024), tracer.fixed(64, 128)
     pair = tracer.written(lambda p, q, k, c: kernels.rotary_embedding(p, q, k, c, 128), positions, x, key, cache)
     assert pair == ["query_out", "key_out"]

@@ -25,6 +25,14 @@ OPS = (
     "rotary_embedding",
     "reshape_and_cache",
     "rotary_embedding_reshape_and_cache",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "relu2",
+    "xielu",
+    "mul_and_silu",
+    "swigluoai_and_mul",
+    "fatrelu_and_mul",
 )
 
 
@@ -156,6 +164,23 @@ def test_quantising_something_else_is_refused_with_the_reason(impl, x, why):
 
 def test_an_unknown_approximation_is_refused_with_the_reason(impl):
     assert "approximate is 'fast'" in reason(impl("gelu_and_mul").supports_args(X, "fast"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("gelu_new", (X.double(),), "x is float64"),
+        ("relu2", (torch.ones(8, 2).t(),), "stride 1"),
+        ("quick_gelu", (torch.tensor(1.0),), "the last dimension of x"),
+        ("xielu", (X, torch.ones(2), torch.ones(1)), "alpha_p has shape (2,)"),
+        ("xielu", (X, torch.ones(1), torch.ones(1).double()), "alpha_n is float64"),
+        ("mul_and_silu", (X[:, :7],), "multiple of 2"),
+        ("fatrelu_and_mul", (X[:, :7],), "multiple of 2"),
+        ("swigluoai_and_mul", (X, 1.0, 0.0), "limit is 0.0"),
+    ],
+)
+def test_activating_something_else_is_refused_with_the_reason(impl, name, arguments, why):
+    assert why in reason(impl(name).supports_args(*arguments))
 
 
 P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)

@@ -1,11 +1,9 @@
-"""Owns which calls the kernels take, and the functions that are registered for them.
+"""Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
-Imports the kernels, and with them Triton, at the first call.
+The single activations are in `activations`. The kernels, and with them Triton, are imported at the first call.
 """
 
-import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,18 +11,12 @@ from torch import Tensor
 
 import irframework as ir
 from irframework.conditions import Supports
+from irframework_triton_kernels import activations
 from irframework_triton_kernels.availability import triton_runs
+from irframework_triton_kernels.conditions import FLOATS, GATED, INTEGERS
+from irframework_triton_kernels.conditions import launches as _launch
 
-FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32)
 DEVICES = ("cuda", "xpu")
-
-
-@functools.cache
-def _launch() -> ModuleType:
-    from irframework_triton_kernels import launch
-
-    return launch
 
 
 # --- what the kernels take ----------------------------------------------------------------------------------------
@@ -107,8 +99,6 @@ def rotated_caches_fit(
     return heads_fit(positions, query, key, cos_sin_cache, head_size, is_neox) if fits is True else fits
 
 
-# An odd last dimension is left to native, whose error message is the op's own.
-GATED: dict[str, Any] = {"row_contiguous": ("x",), "multiple_of": {"x": 2}}
 SCALE: dict[str, tuple[torch.dtype, ...]] = {"scale": (torch.float32,)}
 ONE_SCALE: dict[str, Any] = {"one_element": ("scale",)}
 
@@ -362,3 +352,4 @@ def register(provider: str) -> None:
         & rotated_caches_fit,
         overwrites=True,
     )
+    activations.register(add)

@@ -118,6 +118,17 @@ def elementwise_tile(length: int | None, gate: bool, codes: bool) -> Tile:
     return Tile(most // block, block, length is not None and length <= block, warps)
 
 
+@cache
+def pairs_tile(length: int | None) -> Tile:
+    """Tile for an elementwise kernel whose input holds gate and up in turn, for `length` of both.
+
+    A thread reads 16 bytes once. What it makes of them are neighbours, so nothing is exchanged with other threads.
+    """
+    most = _ELEMENTWISE_TILE // 2
+    block = most if length is None else min(most, power_of_two(length))
+    return Tile(most // block, block, length is not None and length <= block, 4)
+
+
 def heads_tile(half: int, heads: int) -> Tile:
     """Tile for rotating `heads` heads of one token, with `half` angles each. The numbers may be symbolic."""
     block = power_of_two(half)

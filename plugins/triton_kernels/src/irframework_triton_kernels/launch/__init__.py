@@ -7,6 +7,7 @@ one, for experiments (`benchmarks/triton_tiles.py`).
 Does not decide which calls the kernels take: `implementations` does. Importing this package imports Triton.
 """
 
+from irframework_triton_kernels.launch.activations import activated, gated_by, xielu
 from irframework_triton_kernels.launch.gated import (
     dynamic_quant_fp8,
     gated,
@@ -32,6 +33,7 @@ from irframework_triton_kernels.launch.norms import (
 from irframework_triton_kernels.launch.rotary import rotary_embedding
 
 __all__ = [
+    "activated",
     "dynamic_quant_fp8",
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_quant_fp8",
@@ -40,6 +42,7 @@ __all__ = [
     "fused_add_rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "gated",
+    "gated_by",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
@@ -49,4 +52,5 @@ __all__ = [
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
     "static_quant_fp8",
+    "xielu",
 ]
