@@ -107,10 +107,8 @@ def same_as_model(got, weights, ids):
 
 @torch.no_grad()
 def test_fused_topk_is_mixtrals():
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-
-    router = MixtralTopKRouter(MixtralConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
+    model = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    router = model.MixtralTopKRouter(model.MixtralConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
     logits, weights, ids = router(hidden_for(router))
     same_as_model(ir.ops.fused_topk(logits, 3, True), weights, ids)
 
@@ -118,21 +116,17 @@ def test_fused_topk_is_mixtrals():
 @torch.no_grad()
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_fused_topk_is_qwen2s(renormalize):
-    from transformers import Qwen2MoeConfig
-    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
-
-    config = Qwen2MoeConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=renormalize)
-    router = Qwen2MoeTopKRouter(config)
+    model = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    config = model.Qwen2MoeConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=renormalize)
+    router = model.Qwen2MoeTopKRouter(config)
     logits, weights, ids = router(hidden_for(router))
     same_as_model(ir.ops.fused_topk(logits, 3, renormalize), weights, ids)
 
 
 @torch.no_grad()
 def test_fused_topk_renormalised_is_gpt_oss():
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-
-    router = GptOssTopKRouter(GptOssConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
+    model = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    router = model.GptOssTopKRouter(model.GptOssConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
     logits, weights, ids = router(hidden_for(router))
     same_as_model(ir.ops.fused_topk(logits, 3, True), weights, ids)
 
@@ -140,10 +134,8 @@ def test_fused_topk_renormalised_is_gpt_oss():
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
 def test_grouped_topk_is_deepseek_v2s(method):
-    from transformers import DeepseekV2Config
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
-
-    config = DeepseekV2Config(
+    model = pytest.importorskip("transformers.models.deepseek_v2.modeling_deepseek_v2")
+    config = model.DeepseekV2Config(
         hidden_size=16,
         num_attention_heads=4,
         n_routed_experts=12,
@@ -153,7 +145,7 @@ def test_grouped_topk_is_deepseek_v2s(method):
         topk_method=method,
         routed_scaling_factor=1.5,
     )
-    router = DeepseekV2TopkRouter(config)
+    router = model.DeepseekV2TopkRouter(config)
     logits, weights, ids = router(hidden_for(router))
     groups = (4, 2) if method == "group_limited_greedy" else (1, 1)
     same_as_model(ir.ops.grouped_topk(logits, 3, *groups, renormalize=False, scaling_factor=1.5), weights, ids)
@@ -161,13 +153,11 @@ def test_grouped_topk_is_deepseek_v2s(method):
 
 @torch.no_grad()
 def test_grouped_topk_is_deepseek_v3s():
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    config = DeepseekV3Config(
+    model = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = model.DeepseekV3Config(
         hidden_size=16, n_routed_experts=16, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5
     )
-    router = DeepseekV3TopkRouter(config)
+    router = model.DeepseekV3TopkRouter(config)
     hidden = hidden_for(router)
     bias = router.e_score_correction_bias.copy_(torch.rand(16))  # so that no choice is negative, see the docstring
     logits, weights, ids = router(hidden)
@@ -279,11 +269,9 @@ def test_nan_in_one_token_stays_there():
 
 @torch.no_grad()
 def test_fused_moe_is_mixtrals():
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
-
+    model = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     (x, w13, w2, weights, ids), _ = moe_call()
-    module = MixtralExperts(MixtralConfig(hidden_size=12, intermediate_size=7, num_local_experts=5))
+    module = model.MixtralExperts(model.MixtralConfig(hidden_size=12, intermediate_size=7, num_local_experts=5))
     module.gate_up_proj.copy_(w13)
     module.down_proj.copy_(w2)
     got = ir.ops.fused_moe(x, w13, w2, weights, ids.clamp(0))
@@ -292,11 +280,9 @@ def test_fused_moe_is_mixtrals():
 
 @torch.no_grad()
 def test_fused_moe_is_gpt_oss():
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
+    model = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     (x, w13, w2, weights, ids), (b13, b2) = moe_call(bias=True)
-    module = GptOssExperts(GptOssConfig(hidden_size=12, intermediate_size=7, num_local_experts=5))
+    module = model.GptOssExperts(model.GptOssConfig(hidden_size=12, intermediate_size=7, num_local_experts=5))
     module.gate_up_proj.copy_(w13.transpose(1, 2))
     module.down_proj.copy_(w2.transpose(1, 2))
     module.gate_up_proj_bias.copy_(b13)

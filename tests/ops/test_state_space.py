@@ -295,11 +295,9 @@ def randomised(module):
 
 @torch.no_grad()
 def test_mambas_mixer():
-    from transformers import MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    config = MambaConfig(hidden_size=8, intermediate_size=12, state_size=5, conv_kernel=4, num_hidden_layers=1)
-    mixer, x = randomised(MambaMixer(config, 0)), torch.randn(2, 21, 8)
+    model = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    config = model.MambaConfig(hidden_size=8, intermediate_size=12, state_size=5, conv_kernel=4, num_hidden_layers=1)
+    mixer, x = randomised(model.MambaMixer(config, 0)), torch.randn(2, 21, 8)
     hidden, z = mixer.in_proj(x).chunk(2, -1)
     hidden, _ = ir.ops.causal_conv1d(hidden, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, activation="silu")
     dt, b, c = mixer.x_proj(hidden).split([mixer.time_step_rank, 5, 5], -1)
@@ -311,13 +309,11 @@ def test_mambas_mixer():
 
 @torch.no_grad()
 def test_mamba_2s_mixer():
-    from transformers import Mamba2Config
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-    config = Mamba2Config(
+    model = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+    config = model.Mamba2Config(
         hidden_size=8, expand=2, num_heads=4, head_dim=4, n_groups=2, state_size=5, chunk_size=8, num_hidden_layers=1
     )
-    mixer, x = randomised(Mamba2Mixer(config, 0)), torch.randn(2, 21, 8)
+    mixer, x = randomised(model.Mamba2Mixer(config, 0)), torch.randn(2, 21, 8)
     z, hidden, dt = mixer.in_proj(x).split([16, mixer.conv_dim, 4], -1)
     hidden, _ = ir.ops.causal_conv1d(hidden, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, activation="silu")
     hidden, b, c = hidden.split([16, 10, 10], -1)
@@ -329,11 +325,9 @@ def test_mamba_2s_mixer():
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [True, False])
 def test_lfm2s_short_convolution(bias):
-    from transformers import Lfm2Config
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-
-    config = Lfm2Config(hidden_size=8, num_hidden_layers=1, layer_types=["conv"], conv_L_cache=3, conv_bias=bias)
-    module, x = randomised(Lfm2ShortConv(config, 0)), torch.randn(2, 9, 8)
+    model = pytest.importorskip("transformers.models.lfm2.modeling_lfm2")
+    config = model.Lfm2Config(hidden_size=8, num_hidden_layers=1, layer_types=["conv"], conv_L_cache=3, conv_bias=bias)
+    module, x = randomised(model.Lfm2ShortConv(config, 0)), torch.randn(2, 9, 8)
     y, _ = ir.ops.short_conv(module.in_proj(x), module.conv.weight.squeeze(1), module.conv.bias)
     assert_close(module.out_proj(y), module(x))
 
