@@ -141,11 +141,14 @@ def fake_providers() -> Iterator[None]:
 
     def writing(op: Any) -> Callable[..., Any]:
         def into_fresh(*args: Any) -> Any:
+            def written(result: Tensor | None) -> Tensor | None:
+                if result is None:
+                    return None
+                put(fresh := torch.empty_like(result), result)
+                return fresh
+
             results = op.native(*args)
-            fresh = [torch.empty_like(result) for result in _as_tuple(results)]
-            for target, result in zip(fresh, _as_tuple(results), strict=True):
-                put(target, result)
-            return fresh[0] if isinstance(results, Tensor) else tuple(fresh)
+            return written(results) if isinstance(results, Tensor) else tuple(map(written, results))
 
         return into_fresh
 
@@ -212,8 +215,9 @@ def _register_writing(op: Any, into_fresh: Callable[..., Any]) -> None:
     op.register_impl("t_writing")(namespace["writing"])
 
 
-def _as_tuple(results: Any) -> tuple[Any, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
+def present(results: Any) -> tuple[Tensor, ...]:
+    """The outputs of a call that are tensors."""
+    return (results,) if isinstance(results, Tensor) else tuple(r for r in results if r is not None)
 
 
 def differentiable(arguments: Sequence[Any]) -> list[int]:
@@ -223,7 +227,7 @@ def differentiable(arguments: Sequence[Any]) -> list[int]:
 def loss(outputs: Any) -> Tensor:
     """A number that depends on every element of every output, on each differently."""
     total = torch.zeros((), dtype=torch.float64)
-    for output in _as_tuple(outputs):
+    for output in present(outputs):
         factors = torch.arange(1.0, output.numel() + 1, dtype=torch.float64).view(output.shape)
         total = total + (output.double() * torch.cos(factors) + 0.5 * output.double().pow(2)).sum()
     return total
