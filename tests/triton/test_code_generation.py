@@ -29,12 +29,16 @@ MODULES = {
     "cache_kernel": "kv_cache",
     "rotary_cache_kernel": "kv_cache",
     "activation_kernel": "activations",
+    "group_codes_kernel": "group_codes",
+    "largest_kernel": "group_codes",
+    "tensor_codes_kernel": "group_codes",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
     "query", "key", "value", "cache", "query_out", "key_out", "key_cache", "value_cache", "alpha_p", "alpha_n",
 )  # fmt: skip
-VALUES, STATIC, DYNAMIC = range(3)
+VALUES, STATIC, DYNAMIC, INT8 = range(4)
+AROUND_ONE = 2
 SILU, GELU, GELU_TANH, NO_GATE = range(4)
 GELU_NEW, GELU_FAST, QUICK_GELU, RELU2, XIELU, MUL_SILU, FATRELU, SWIGLUOAI = range(8)
 
@@ -52,7 +56,9 @@ class Case:
         """The case as it is launched there."""
         constants = self.constants | {"early": target in LOADED_EARLY}
         if "codes" in constants:
-            constants["hardware"] = target in CONVERTS and constants["codes"] != VALUES
+            constants["hardware"] = target in CONVERTS and constants["codes"] in (STATIC, DYNAMIC)
+        elif "hardware" in constants:
+            constants["hardware"] = target in CONVERTS
         return replace(self, constants=constants)
 
 
@@ -72,6 +78,7 @@ ELEMENTS = {"tile_rows": 1, "block": 1024}
 ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
 COPIED = {"value_tile_heads": 8, "value_block": 128}
 CACHED = {"tile_heads": 16, "block": 64, **COPIED}
+GROUPS = {"hardware": True, "group_size": 128, "tile_rows": 16, "block": 128}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
     rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
@@ -96,6 +103,13 @@ CASES = [
     Case("rotary_cache_kernel", 4, {**CACHED, "is_neox": False, "rest_block": 32}),
     *(Case("activation_kernel", 4, {"activation": a, **ELEMENTS}) for a in (QUICK_GELU, XIELU, FATRELU)),
     Case("activation_kernel", 4, {"activation": SWIGLUOAI, **ELEMENTS, "block": 512}),
+    rows("rms_norm_kernel", 4096, VALUES, has_weight=AROUND_ONE, partial=False),
+    rows("add_rms_norm_kernel", 4096, VALUES, has_weight=AROUND_ONE, partial=False),
+    rows("gated_rows_kernel", 4096, INT8, activation=NO_GATE),
+    Case("group_codes_kernel", 4, {**GROUPS, "column_major": False, "power_of_two": False}),
+    Case("group_codes_kernel", 4, {**GROUPS, "column_major": True, "power_of_two": True}),
+    Case("largest_kernel", 8, {"tile_rows": 1, "block": 4096}),
+    Case("tensor_codes_kernel", 4, {**ELEMENTS, "block": 2048, "parts": 512, "hardware": True}),
 ]
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
@@ -124,8 +138,11 @@ def compiled(
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
     types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64", "slots": "*i64"}
     types |= {"first": epsilon, "second": epsilon}
-    if case.constants.get("codes"):
+    types["most"] = "*i32"
+    if case.constants.get("codes", "hardware" in case.constants):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
+    if case.constants.get("codes") == INT8:
+        types["y"] = "*i8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
     source = ASTSource(
         kernel,
@@ -137,7 +154,7 @@ def compiled(
             for position, name in enumerate(kernel.arg_names)
             if aligned
             and (types[name] == "i32" or types[name].startswith("*"))
-            and name not in ("rows", "positions_count", "slot_count", "positions", "slots")
+            and name not in ("rows", "batches", "positions_count", "slot_count", "positions", "slots")
         },
     )
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": case.warps})
@@ -220,19 +237,22 @@ def test_sizes_and_strides_of_64_bits_compile():
 
 ONES = {
     "rms_norm_kernel": ("hidden", "variance_size", "x_stride"),
+    "add_rms_norm_kernel": ("hidden", "variance_size", "x_stride", "x_residual_stride"),
     "gated_kernel": ("length", "x_stride"),
     "gated_rows_kernel": ("length", "x_stride"),
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
     "cache_kernel": ("key_heads", "key_size", "value_heads", "value_size", "key_stride", "slot_count"),
     "rotary_cache_kernel": ("query_heads", "key_heads", "value_heads", "value_size", "half", "slot_count"),
     "activation_kernel": ("length", "x_stride"),
+    "group_codes_kernel": ("groups", "batches", "x_stride"),
+    "largest_kernel": ("length", "x_stride"),
+    "tensor_codes_kernel": ("length", "x_stride"),
 }
 
 
-@pytest.mark.parametrize("number", [0, 1, 5, 10, 16, 17, 18, 19, 20, 21])
-def test_sizes_and_strides_of_one_compile(number):
+@pytest.mark.parametrize("case", [*(CASES[number] for number in (1, 5, 16, 17, 20)), *MAIN], ids=str)
+def test_sizes_and_strides_of_one_compile(case):
     """Triton makes a number that is 1 a constant, which is another type in its language."""
-    case = CASES[number]
     assert compiled(replace(case, constants=case.constants | dict.fromkeys(ONES[case.kernel], 1)), "sm_90").asm["cubin"]
 
 
@@ -245,7 +265,9 @@ NARROWER = {"ld.global.v2.b32", "st.global.v2.b32", "st.global.b32", "ld.global.
 def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
     kernel = compiled(case, "sm_90", aligned=True)
     found = re.findall(r"\b(?:ld|st)\.global[\w.]*", kernel.asm["ptx"])
-    if case.constants.get("codes") or case.constants.get("tail"):
+    if case.kernel == "largest_kernel":
+        assert set(found) == {"ld.global.v4.b32", "st.global.b32"}
+    elif case.constants.get("codes") or "hardware" in case.constants or case.constants.get("tail"):
         assert "ld.global.v4.b32" in found
         assert set(found) <= VECTORS | NARROWER
         if not case.constants.get("tail"):
@@ -257,7 +279,8 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
         pairs = case.constants.get("activation") == SWIGLUOAI
         found = {"st.global.v4.b32" if pairs and kind == "st.global.v2.b32" else kind for kind in found}
         assert found - {"ld.global.b64", "ld.global.b16"} == VECTORS
-    assert "ttg.convert_layout" not in kernel.asm["ttgir"]
+    exchanged = re.findall(r"ttg.convert_layout .*: (tensor<\w+)", kernel.asm["ttgir"])
+    assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)

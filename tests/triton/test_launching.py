@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def kernels():
-    from irframework_triton_kernels.kernels import activations, gated, kv_cache, norms, rotary
+    from irframework_triton_kernels.kernels import activations, gated, group_codes, kv_cache, norms, rotary
 
     return (
         norms.rms_norm_kernel,
@@ -21,6 +21,9 @@ def kernels():
         kv_cache.cache_kernel,
         kv_cache.rotary_cache_kernel,
         activations.activation_kernel,
+        group_codes.group_codes_kernel,
+        group_codes.largest_kernel,
+        group_codes.tensor_codes_kernel,
     )
 
 

@@ -71,6 +71,72 @@ def test_activations_are_near_float64(dtype, length):
         assert_near_native("fatrelu_and_mul", x, threshold)
 
 
+@pytest.mark.parametrize("hidden", LENGTHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gemma_norms_are_near_float64(dtype, hidden):
+    x, residual, weight = random(5, hidden, dtype=dtype), random(5, hidden, dtype=dtype, seed=2), random(hidden)
+    for w in (weight, weight.to(dtype)):
+        assert_near_native("gemma_rms_norm", x, w, EPSILON)
+        y, added = ir.ops.fused_add_gemma_rms_norm(x, residual, w, EPSILON)
+        assert_near(added, x.double() + residual.double())
+        assert_near(y, ir.ops.gemma_rms_norm.native(added.double(), w.double(), EPSILON))
+        given = x.clone(), residual.clone()
+        again = ir.ops.fused_add_gemma_rms_norm.maybe_inplace(*given, w, EPSILON)
+        assert torch.equal(again[0], y)
+        assert torch.equal(again[1], added)
+
+
+def assert_as_on_cpu(name: str, x: Tensor, *more: object) -> None:
+    """Codes and scales are native's on the CPU, bit for bit; NaN is equal to NaN."""
+    op = getattr(ir.ops, name)
+    (q, scale), (want, want_scale) = op(x, *more), op.native(x.cpu(), *more)
+    assert q.dtype == want.dtype
+    codes = [t.cpu() if t.dtype == torch.int8 else t.cpu().view(torch.uint8) for t in (q, want)]
+    if q.dtype != torch.int8:
+        codes = [torch.where(code & 0x7F == 0x7F, 0x7F, code) for code in codes]
+    assert torch.equal(*codes)
+    torch.testing.assert_close(scale.cpu(), want_scale, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 7168), (500, 2048), (33, 5120), (3, 7, 256), (5, 3 * 4096 + 128)])
+def test_quantised_groups_rows_and_tensors_have_the_codes_and_scales_of_native(dtype, shape):
+    x = random(*shape, dtype=dtype)
+    for size in (128, 64):
+        for column_major in (False, True):
+            for power_of_two in (False, True):
+                assert_as_on_cpu("group_quant_fp8", x, size, column_major, power_of_two)
+    for name in ("tensor_quant_fp8", "dynamic_quant_int8"):
+        assert_as_on_cpu(name, x)
+        assert_as_on_cpu(name, x[..., 7:-3])
+
+
+@pytest.mark.parametrize("name", ["tensor_quant_fp8", "group_quant_fp8", "dynamic_quant_int8"])
+def test_what_is_not_finite_or_not_there_is_quantised_as_by_native(name):
+    for value in (torch.inf, -torch.inf, torch.nan, 0.0, 1e-30, 1e38):
+        x = random(4, 1024)
+        x[1, 700] = value
+        x[2] = 0
+        assert_as_on_cpu(name, x)
+    for shape in ((0, 256), (2, 0, 128), (3, 0)):
+        assert_as_on_cpu(name, random(*shape))
+
+
+def test_more_elements_than_32_bits_count_are_quantised():
+    x = torch.zeros(2**18 + 1, 8192, dtype=torch.bfloat16, device="cuda")  # 4 GiB
+    x[-1] = random(8192, dtype=torch.bfloat16)
+    x[0, 0] = 5.0
+    q, scale = ir.ops.tensor_quant_fp8(x)
+    want = ir.ops.tensor_quant_fp8.native(torch.stack((x[0], x[-1])).cpu())
+    assert torch.equal(scale.cpu(), want[1])
+    assert torch.equal(q[-1].view(torch.uint8).cpu(), want[0][-1].view(torch.uint8))
+    del q
+    q, scale = ir.ops.group_quant_fp8(x)
+    want = ir.ops.group_quant_fp8.native(x[-1:].cpu())
+    assert torch.equal(scale[-1:].cpu(), want[1])
+    assert torch.equal(q[-1:].view(torch.uint8).cpu(), want[0].view(torch.uint8))
+
+
 CALLS = {
     "gelu_new": lambda: (random(7, 256),),
     "relu2": lambda: (random(7, 256),),
@@ -78,6 +144,10 @@ CALLS = {
     "mul_and_silu": lambda: (random(7, 256),),
     "swigluoai_and_mul": lambda: (random(7, 256),),
     "fatrelu_and_mul": lambda: (random(7, 256), 0.01),
+    "tensor_quant_fp8": lambda: (random(7, 256),),
+    "group_quant_fp8": lambda: (random(7, 256), 64, True, True),
+    "dynamic_quant_int8": lambda: (random(7, 256),),
+    "gemma_rms_norm": lambda: (random(7, 256), random(256), EPSILON),
 }
 
 

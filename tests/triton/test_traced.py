@@ -94,6 +94,23 @@ def test_what_quantises_is_one_visible_launch_that_writes_its_results_only(kerne
     assert tracer.written(lambda *a: function(*a, 1e-6), x, residual, weight) == ["y", "residual", "code_scale"]
 
 
+def test_further_implementations_write_their_results_only(kernels, tracer):
+    from irframework_triton_kernels import gemma_norms, quantizations
+
+    x, weight = tracer.rows(8, 4096), tracer.fixed(4096)
+    assert tracer.written(quantizations.dynamic_quant_int8, x) == ["y", "code_scale"]
+    for major in (False, True):
+        groups = tracer.written(lambda x, m=major: quantizations.group_quant_fp8(x, 128, m, True), x)
+        assert groups == ["y", "code_scale"]
+    largest, codes = tracer.launches(quantizations.tensor_quant_fp8, x)
+    assert largest.kwargs["tensors_to_clone"] == ["most"]
+    assert codes.kwargs["tensors_to_clone"] == ["y", "code_scale"]
+    assert tracer.written(lambda x, w: gemma_norms.gemma_rms_norm(x, w, 1e-6), x, weight) == ["y"]
+    function = gemma_norms.fused_add_gemma_rms_norm
+    assert tracer.written(lambda x, w: function(x, x, w, 1e-6), x, weight) == ["y", "residual"]
+    assert not tracer.environment.guards
+
+
 def test_the_in_place_op_writes_its_activations(kernels, tracer):
     kernels._launch()
     x, weight = tracer.rows(8, 4096), tracer.fixed(4096)

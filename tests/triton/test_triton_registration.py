@@ -33,7 +33,14 @@ OPS = (
     "mul_and_silu",
     "swigluoai_and_mul",
     "fatrelu_and_mul",
+    "tensor_quant_fp8",
+    "group_quant_fp8",
+    "dynamic_quant_int8",
+    "gemma_rms_norm",
+    "fused_add_gemma_rms_norm",
 )
+# What the other tokens are changes a token's codes there.
+DEPENDENT = ("tensor_quant_fp8",)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def test_the_plugin_loads():
 @pytest.mark.parametrize("name", OPS)
 def test_every_standard_op_has_a_batch_invariant_implementation_for_gpus(impl, name):
     assert impl(name).device_types == ("cuda", "xpu")
-    assert impl(name).batch_invariant
+    assert impl(name).batch_invariant == (name not in DEPENDENT)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -156,7 +163,9 @@ def test_codes_under_something_else_than_one_number_are_refused_with_the_reason(
 
 @pytest.mark.parametrize(("x", "why"), [(X.double(), "x is float64"), (torch.ones(8, 2).t(), "stride 1")])
 def test_quantising_something_else_is_refused_with_the_reason(impl, x, why):
-    assert why in reason(impl("dynamic_quant_fp8").supports_args(x))
+    for name in ("dynamic_quant_fp8", "dynamic_quant_int8", "tensor_quant_fp8"):
+        assert why in reason(impl(name).supports_args(x))
+    assert why in reason(impl("gemma_rms_norm").supports_args(x, torch.ones(x.shape[-1]), 1e-6))
     assert why in reason(impl("static_quant_fp8").supports_args(x, torch.ones(1)))
     assert why in reason(impl("rms_norm_dynamic_quant_fp8").supports_args(x, None, 1e-6))
     assert why in reason(impl("fused_add_rms_norm_dynamic_quant_fp8").supports_args(x, x, None, 1e-6))
@@ -181,6 +190,20 @@ def test_an_unknown_approximation_is_refused_with_the_reason(impl):
 )
 def test_activating_something_else_is_refused_with_the_reason(impl, name, arguments, why):
     assert why in reason(impl(name).supports_args(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((X.double(), 4), "x is float64"),
+        ((X, 3), "multiple of group_size=3"),
+        ((X, 0), "group_size is 0"),
+        ((torch.ones(1, 32768), 32768), "needs 1 to 16384"),
+        ((X[0], 4, True), "column-major scales need 2"),
+    ],
+)
+def test_groups_of_something_else_are_refused_with_the_reason(impl, arguments, why):
+    assert why in reason(impl("group_quant_fp8").supports_args(*arguments))
 
 
 P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)

@@ -1,6 +1,7 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
-The single activations are in `activations`. The kernels, and with them Triton, are imported at the first call.
+Further ones are in `activations`, `gemma_norms` and `quantizations`. The kernels, and with them Triton, are imported at
+the first call.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,9 @@ from torch import Tensor
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_triton_kernels import activations
+from irframework_triton_kernels import activations, gemma_norms, quantizations
 from irframework_triton_kernels.availability import triton_runs
-from irframework_triton_kernels.conditions import FLOATS, GATED, INTEGERS
+from irframework_triton_kernels.conditions import ADD_NORM, FLOATS, GATED, INTEGERS, NORM
 from irframework_triton_kernels.conditions import launches as _launch
 
 DEVICES = ("cuda", "xpu")
@@ -276,13 +277,17 @@ def _as_many(first: Tensor, **others: Tensor) -> None:
 
 
 def register(provider: str) -> None:
-    """Registers every implementation under `provider`. A row's result never depends on the other rows (`tiles`)."""
+    """Registers every implementation under `provider`. A row's result depends on other rows where its op says so only.
+
+    See `tiles` for how that is.
+    """
 
     def add(
         fn: Callable[..., Any],
         conditions: Supports,
         inplace: Callable[..., Any] | None = None,
         overwrites: bool = False,
+        batch_invariant: bool = True,
     ) -> None:
         op: ir.IrOp = getattr(ir.ops, fn.__name__)
         op.register_impl(
@@ -292,29 +297,22 @@ def register(provider: str) -> None:
             inplace=overwrites or inplace is not None,
             functional=fn if inplace else None,
             device_types=DEVICES,
-            batch_invariant=True,
+            batch_invariant=batch_invariant,
         )(inplace or fn)
 
-    norm: dict[str, Any] = {"row_contiguous": ("x", "weight"), "last_dim_of": {"weight": "x"}}
-    add_norm: dict[str, Any] = {
-        "same_dtype": ("x", "x_residual"),
-        "same_shape": ("x", "x_residual"),
-        "row_contiguous": ("x", "x_residual", "weight"),
-        "last_dim_of": {"weight": "x"},
-    }
     values = {"x": FLOATS, "weight": FLOATS}
-    add(rms_norm, ir.supports(dtype=values, **norm) & norm_fits)
-    add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **norm, **ONE_SCALE))
-    add(rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **norm))
-    add(fused_add_rms_norm, ir.supports(dtype=values, **add_norm) & add_norm_fits, fused_add_rms_norm_inplace)
+    add(rms_norm, ir.supports(dtype=values, **NORM) & norm_fits)
+    add(rms_norm_static_quant_fp8, ir.supports(dtype=values | SCALE, **NORM, **ONE_SCALE))
+    add(rms_norm_dynamic_quant_fp8, ir.supports(dtype=values, **NORM))
+    add(fused_add_rms_norm, ir.supports(dtype=values, **ADD_NORM) & add_norm_fits, fused_add_rms_norm_inplace)
     add(
         fused_add_rms_norm_static_quant_fp8,
-        ir.supports(dtype=values | SCALE, **add_norm, **ONE_SCALE),
+        ir.supports(dtype=values | SCALE, **ADD_NORM, **ONE_SCALE),
         fused_add_rms_norm_static_quant_fp8_inplace,
     )
     add(
         fused_add_rms_norm_dynamic_quant_fp8,
-        ir.supports(dtype=values, **add_norm),
+        ir.supports(dtype=values, **ADD_NORM),
         fused_add_rms_norm_dynamic_quant_fp8_inplace,
     )
     add(silu_and_mul, ir.supports(dtype=FLOATS, **GATED))
@@ -353,3 +351,5 @@ def register(provider: str) -> None:
         overwrites=True,
     )
     activations.register(add)
+    quantizations.register(add)
+    gemma_norms.register(add)

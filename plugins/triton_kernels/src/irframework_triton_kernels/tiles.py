@@ -20,6 +20,7 @@ _ELEMENTWISE_TILE = 1024
 _HEADS_TILE = 1024
 _WIDEST_WARP = 64  # threads, on AMD devices
 MANY_ROWS = 1024
+LONGEST_GROUP = 16384
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a launch looks for the tile of a kind
@@ -67,6 +68,11 @@ class Tile:
     tail: int = 0
     resident: int = 0
     early: bool = True
+
+
+# The largest element of a tensor: so many programs read a share each, whatever the size is.
+LARGEST_PARTS = 512
+LARGEST_TILE = Tile(1, 4096, False, 8)
 
 
 def power_of_two(length: int) -> int:
@@ -127,6 +133,13 @@ def pairs_tile(length: int | None) -> Tile:
     most = _ELEMENTWISE_TILE // 2
     block = most if length is None else min(most, power_of_two(length))
     return Tile(most // block, block, length is not None and length <= block, 4)
+
+
+@cache
+def group_tile(group_size: int) -> Tile:
+    """Tile for groups of a row, each of which is reduced alone."""
+    block = power_of_two(group_size)
+    return Tile(max(1, _SMALLEST_TILE // block), block, True, _warps(max(block, _SMALLEST_TILE), 16, 4))
 
 
 def heads_tile(half: int, heads: int) -> Tile:

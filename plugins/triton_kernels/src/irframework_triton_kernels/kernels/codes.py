@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-"""Codes of float8_e4m3fn: how float32 becomes one, and the scale of a row. Owns no kernel; the kernels end in these.
+"""Codes of float8_e4m3fn and int8: how float32 becomes one, a row's scale. Owns no kernel; kernels end in these.
 
 Sums and largest values of rows are here, too.
 
@@ -13,9 +13,11 @@ import triton.language as tl
 VALUES = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
+INT8 = tl.constexpr(3)  # under one of the row
 
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(1 / (448 * 512))
+SMALLEST_INT8_SCALE = tl.constexpr(2.0**-126)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY = tl.constexpr(0x7F800000)
 
@@ -74,10 +76,29 @@ def scale_of(largest):
 
 
 @triton.jit
+def int8_scale_of(largest):
+    """As `scale_of`, for int8."""
+    scale = tl.math.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
+    return tl.where(scale < SMALLEST_INT8_SCALE, SMALLEST_INT8_SCALE, scale)
+
+
+@triton.jit
+def int8_codes_of(h, inverse):
+    """`h * inverse` as int8, rounded to nearest even once; at most 127 in size. NaN is 0."""
+    h = h * inverse
+    # Above 1.5 * 2^23 the last bit of a float32 number is worth 1.
+    code = (tl.clamp(h, -127.0, 127.0) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.where(h == h, code, 0).to(tl.int8)
+
+
+@triton.jit
 def stored(y, columns, h, inverse, mask, x, codes: tl.constexpr, hardware: tl.constexpr):
     """Stores float32 values, which were made of those of `x`, at `y`: rounded to its dtype, or as codes."""
     if codes == VALUES:
         tl.store(y + columns, h.to(y.dtype.element_ty), mask=mask)
+    elif codes == INT8:
+        at = tl.max_contiguous(y + columns, [1, 128 // x.dtype.element_ty.primitive_bitwidth])
+        tl.store(at, int8_codes_of(h, inverse), mask=mask)
     else:
         # As many at once as are read at once. 16 bytes of codes would want another layout, and x be rearranged for it.
         at = tl.max_contiguous(y + columns, [1, 128 // x.dtype.element_ty.primitive_bitwidth])

@@ -4,7 +4,15 @@
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import STATIC, largest_of, magnitudes, scale_of, stored
+from irframework_triton_kernels.kernels.codes import (
+    INT8,
+    STATIC,
+    int8_scale_of,
+    largest_of,
+    magnitudes,
+    scale_of,
+    stored,
+)
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 SILU = tl.constexpr(0)
@@ -71,6 +79,14 @@ def gated_kernel(
 
 
 @triton.jit
+def _scale_of(largest, codes: tl.constexpr):
+    if codes == INT8:
+        return int8_scale_of(largest)
+    else:
+        return scale_of(largest)
+
+
+@triton.jit
 def _quantise_rows(
     tile,
     x,
@@ -102,7 +118,7 @@ def _quantise_rows(
         if tail:
             h_behind = _value(x, behind, length, mask_behind, activation)
             largest = tl.maximum(largest, largest_of(magnitudes(h_behind), tile_rows))
-        scale = scale_of(largest)
+        scale = _scale_of(largest, codes)
         tl.store(code_scale + row, scale, mask=live)
         inverse = tl.math.div_rn(1.0, scale)
         stored(y, columns, h, inverse, mask, x, codes, hardware)
@@ -114,7 +130,7 @@ def _quantise_rows(
             at = start + columns
             h = _value(x, at, length, live & (at < length), activation)
             most = tl.maximum(most, magnitudes(h))
-        scale = scale_of(largest_of(most, tile_rows))
+        scale = _scale_of(largest_of(most, tile_rows), codes)
         tl.store(code_scale + row, scale, mask=live)
         inverse = tl.math.div_rn(1.0, scale)
         for start in range(0, length, block):

@@ -7,6 +7,9 @@ import triton.language as tl
 from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, largest_of, magnitudes, scale_of, stored, summed
 from irframework_triton_kernels.kernels.order import after_predecessor
 
+# What `has_weight` may be besides true and false: a weight that says how far the scale is from one.
+AROUND_ONE = tl.constexpr(2)
+
 
 @triton.jit
 def _read(x, x_residual, residual, columns, mask, has_residual: tl.constexpr):
@@ -44,9 +47,14 @@ def _weight(weight, columns, hidden, has_weight: tl.constexpr):
 
 @triton.jit
 def _scaled(h, scale, w, x, has_weight: tl.constexpr):
-    """The normed tile, rounded to the weight's dtype before and after the weight is applied, and to the rows' dtype."""
+    """The normed tile, rounded to the weight's dtype before and after the weight is applied, and to the rows' dtype.
+
+    A weight around one is applied in float32, and the tile is rounded once.
+    """
     h = h * scale
-    if has_weight:
+    if has_weight == AROUND_ONE:
+        h = h * (1.0 + w.to(tl.float32))
+    elif has_weight:
         h = (h.to(w.dtype).to(tl.float32) * w.to(tl.float32)).to(w.dtype)
     return h.to(x.dtype.element_ty).to(tl.float32)
 

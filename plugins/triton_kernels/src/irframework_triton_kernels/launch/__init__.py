@@ -10,22 +10,27 @@ Does not decide which calls the kernels take: `implementations` does. Importing 
 from irframework_triton_kernels.launch.activations import activated, gated_by, xielu
 from irframework_triton_kernels.launch.gated import (
     dynamic_quant_fp8,
+    dynamic_quant_int8,
     gated,
     silu_and_mul_dynamic_quant_fp8,
     silu_and_mul_static_quant_fp8,
     static_quant_fp8,
 )
+from irframework_triton_kernels.launch.group_codes import group_quant_fp8, tensor_quant_fp8
 from irframework_triton_kernels.launch.kv_cache import (
     reshape_and_cache_inplace,
     rotary_embedding_reshape_and_cache_inplace,
 )
 from irframework_triton_kernels.launch.norms import (
+    fused_add_gemma_rms_norm,
+    fused_add_gemma_rms_norm_inplace,
     fused_add_rms_norm,
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_dynamic_quant_fp8_inplace,
     fused_add_rms_norm_inplace,
     fused_add_rms_norm_static_quant_fp8,
     fused_add_rms_norm_static_quant_fp8_inplace,
+    gemma_rms_norm,
     rms_norm,
     rms_norm_dynamic_quant_fp8,
     rms_norm_static_quant_fp8,
@@ -35,6 +40,9 @@ from irframework_triton_kernels.launch.rotary import rotary_embedding
 __all__ = [
     "activated",
     "dynamic_quant_fp8",
+    "dynamic_quant_int8",
+    "fused_add_gemma_rms_norm",
+    "fused_add_gemma_rms_norm_inplace",
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_quant_fp8",
     "fused_add_rms_norm_dynamic_quant_fp8_inplace",
@@ -43,6 +51,8 @@ __all__ = [
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "gated",
     "gated_by",
+    "gemma_rms_norm",
+    "group_quant_fp8",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
@@ -52,5 +62,6 @@ __all__ = [
     "silu_and_mul_dynamic_quant_fp8",
     "silu_and_mul_static_quant_fp8",
     "static_quant_fp8",
+    "tensor_quant_fp8",
     "xielu",
 ]

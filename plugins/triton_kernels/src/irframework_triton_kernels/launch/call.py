@@ -195,10 +195,10 @@ def as_codes(q: Tensor) -> Tensor:
     return q if q.dtype is FP8 else q.view(FP8)
 
 
-def new_scales(x: Tensor) -> Tensor:
+def new_scales(x: Tensor, smallest: float = SMALLEST_SCALE) -> Tensor:
     """Memory for the scales of rows; filled where there is nothing that a kernel could find them from."""
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return scales if static(x.shape[-1]) != 0 else scales.fill_(SMALLEST_SCALE)
+    return scales if static(x.shape[-1]) != 0 else scales.fill_(smallest)
 
 
 def abilities_for(x: Tensor) -> Abilities:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, VALUES
+from irframework_triton_kernels.kernels.codes import DYNAMIC, INT8, SMALLEST_INT8_SCALE, STATIC, VALUES
 from irframework_triton_kernels.kernels.gated import (
     GELU,
     GELU_TANH,
@@ -52,7 +53,7 @@ def _elements(
     launch(gated_kernel, tiles, tensors, rows, numbers, tile)
 
 
-def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | None) -> None:
+def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | None, codes: int = DYNAMIC.value) -> None:
     """Gate the rows of x, or do not, into codes; each row under a scale of its own."""
     x2 = rows_of(x)
     rows, length = x2.shape[0], q.shape[-1]
@@ -62,7 +63,7 @@ def _rows(x: Tensor, q: Tensor, scales: Tensor, activation: int, tile: Tile | No
         kind = CODES if activation == NO_GATE.value else GATED_CODES
         tile = row_tile(static(length), kind, (static(rows) or 0) >= MANY_ROWS)
     numbers = (
-        length, x2.stride(0), activation, DYNAMIC.value, q.dtype is FP8,
+        length, x2.stride(0), activation, codes, q.dtype is FP8,
         tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
     launch(gated_rows_kernel, tiles_of(rows, tile.rows), (x2, q, scales), rows, numbers, tile)
@@ -117,3 +118,12 @@ def dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tens
     q, scales = new_codes(x), new_scales(x)
     _rows(x, q, scales, NO_GATE.value, tile)
     return as_codes(q), scales
+
+
+@torch_op()
+def dynamic_quant_int8(x: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise rows to int8, each under a scale of its own; returns the codes and the scales."""
+    q = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scales = new_scales(x, SMALLEST_INT8_SCALE.value)
+    _rows(x, q, scales, NO_GATE.value, tile, INT8.value)
+    return q, scales

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, VALUES
-from irframework_triton_kernels.kernels.norms import add_rms_norm_kernel, rms_norm_kernel
+from irframework_triton_kernels.kernels.norms import AROUND_ONE, add_rms_norm_kernel, rms_norm_kernel
 from irframework_triton_kernels.launch.call import (
     FP8,
     as_codes,
@@ -29,8 +29,9 @@ def _norm(
     codes: int = VALUES.value,
     scale: Tensor | None = None,
     tile: Tile | None = None,
+    around_one: bool = False,
 ) -> None:
-    """Norm the rows of x into y."""
+    """Norm the rows of x into y. A weight around one says how far the scale is from one."""
     x2 = rows_of(x)
     rows, hidden = x2.shape
     if static(hidden) == 0:
@@ -39,8 +40,8 @@ def _norm(
     tensors = (x2, x2 if weight is None else weight, y, x2 if scale is None else scale)
     numbers = (
         hidden, hidden if variance_size is None else variance_size, x2.stride(0), as_float(epsilon),
-        weight is not None, variance_size is not None, codes, codes != 0 and y.dtype is FP8,
-        tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
+        AROUND_ONE.value if around_one else weight is not None, variance_size is not None,
+        codes, codes != 0 and y.dtype is FP8, tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
     launch(rms_norm_kernel, tiles_of(rows, tile.rows), tensors, rows, numbers, tile)
 
@@ -56,6 +57,7 @@ def _add_norm(
     codes: int = VALUES.value,
     scale: Tensor | None = None,
     tile: Tile | None = None,
+    around_one: bool = False,
 ) -> None:
     """Add the rows of x and x_residual into residual, and norm them into y; these may be x_residual and x."""
     x2, xr2 = rows_of(x), rows_of(x_residual)
@@ -66,8 +68,8 @@ def _add_norm(
     tensors = (x2, xr2, x2 if weight is None else weight, y, residual, x2 if scale is None else scale)
     numbers = (
         hidden, hidden if variance_size is None else variance_size, x2.stride(0), xr2.stride(0), as_float(epsilon),
-        weight is not None, variance_size is not None, codes, codes != 0 and y.dtype is FP8,
-        tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
+        AROUND_ONE.value if around_one else weight is not None, variance_size is not None,
+        codes, codes != 0 and y.dtype is FP8, tile.rows, tile.block, tile.tail, tile.whole, tile.resident,
     )  # fmt: skip
     launch(add_rms_norm_kernel, tiles_of(rows, tile.rows), tensors, rows, numbers, tile)
 
@@ -79,6 +81,14 @@ def rms_norm(
     """Norm rows, `[..., hidden]` with stride 1 in the last dimension, into a new tensor of the dtype of x."""
     y = new_like(x)
     _norm(x, weight, y, epsilon, variance_size, tile=tile)
+    return y
+
+
+@torch_op()
+def gemma_rms_norm(x: Tensor, weight: Tensor, epsilon: float, tile: Tile | None = None) -> Tensor:
+    """Norm rows with a weight around one into a new tensor."""
+    y = new_like(x)
+    _norm(x, weight, y, epsilon, tile=tile, around_one=True)
     return y
 
 
@@ -121,6 +131,16 @@ def fused_add_rms_norm(
 
 
 @torch_op()
+def fused_add_gemma_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor, epsilon: float, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """Add and norm rows with a weight around one into new tensors; returns the norm and the sum."""
+    y, residual = new_like(x), new_like(x)
+    _add_norm(x, x_residual, weight, y, residual, epsilon, tile=tile, around_one=True)
+    return y, residual
+
+
+@torch_op()
 def fused_add_rms_norm_static_quant_fp8(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -159,6 +179,19 @@ def fused_add_rms_norm_inplace(
     """
     _check_overwritten(x=x, x_residual=x_residual)
     _add_norm(x, x_residual, weight, x, x_residual, epsilon, variance_size, tile=tile)
+
+
+@torch_op("fused_add_gemma_rms_norm_", mutates=("x", "x_residual"))
+def fused_add_gemma_rms_norm_inplace(
+    x: Tensor, x_residual: Tensor, weight: Tensor, epsilon: float, tile: Tile | None = None
+) -> None:
+    """Overwrite x with the norm of the sum, with a weight around one, and x_residual with the sum.
+
+    Raises:
+        ValueError: x or x_residual is not contiguous.
+    """
+    _check_overwritten(x=x, x_residual=x_residual)
+    _add_norm(x, x_residual, weight, x, x_residual, epsilon, tile=tile, around_one=True)
 
 
 @torch_op("fused_add_rms_norm_static_quant_fp8_", mutates=("x_residual",))
