@@ -28,7 +28,8 @@ struct NormArgs {
   Type type;
   Type weight_type;
   Quantisation quantisation;
-  bool stream;  // the CPU only: write around the caches
+  bool one_plus;  // the CPU only: scale by 1 + weight, rounding only at the end
+  bool stream;    // the CPU only: write around the caches
 };
 
 enum class Gate : int32_t { silu, gelu_erf, gelu_tanh };
@@ -46,6 +47,41 @@ struct GateArgs {
   bool stream;  // the CPU only: write around the caches
 };
 
+// The activations that only the CPU has kernels for: those of one element each, then those with a gate.
+enum class Pointwise : int32_t {
+  gelu_tanh,
+  quick_gelu,
+  relu2,
+  xielu,
+  mul_and_silu,
+  fatrelu_and_mul,
+  swigluoai_and_mul,
+  gelu_and_mul_sparse,
+};
+
+constexpr bool has_gate(Pointwise function) { return function >= Pointwise::mul_and_silu; }
+
+// Row r is written to out[r * cols]; `numel` of the results bounds the last row, where x is cut into rows regardless of its
+// shape.
+struct PointwiseArgs {
+  const void* x;  // rows of cols, or of 2 * cols where there is a gate
+  void* out;
+  Rows x_rows;
+  int64_t cols;
+  int64_t numel;
+  Pointwise function;
+  Type type;
+  float first;   // beta; threshold; alpha; how many standard deviations the cutoff is above the mean
+  float second;  // epsilon; limit
+  bool tanh;     // of gelu_and_mul_sparse: the approximation
+  const void* alphas[2];  // of xielu, positive and negative, one number each
+  Type alpha_types[2];
+  bool stream;
+};
+
+// What codes are: numbers of float8_e4m3fn, or int8.
+enum class Coding : int32_t { e4m3, int8 };
+
 // Row r is written to codes[r * cols]; `numel` bounds the last row, where x is cut into rows regardless of its shape.
 struct QuantArgs {
   const void* x;
@@ -56,7 +92,38 @@ struct QuantArgs {
   int64_t cols;
   int64_t numel;
   Type type;
-  bool stream;  // the CPU only: write around the caches
+  Coding coding;  // the CPU only: int8, with a scale for each row
+  bool stream;    // the CPU only: write around the caches
+};
+
+// Each `group_size` elements of a row have a scale of their own: the CPU only. `tokens` rows make a matrix.
+struct GroupQuantArgs {
+  const void* x;
+  uint8_t* codes;
+  float* scales;
+  Rows x_rows;
+  int64_t cols;
+  int64_t group_size;
+  int64_t tokens;
+  bool column_major;   // scales[matrix][group][token], else scales[matrix][token][group]
+  bool power_of_two;
+  Type type;
+  bool stream;
+};
+
+// The way back, the CPU only: with one scale, or `groups` of them for each row, laid out as GroupQuantArgs lays them out.
+struct DequantArgs {
+  const uint8_t* codes;
+  void* out;
+  const float* scales;
+  Rows code_rows;
+  int64_t cols;
+  int64_t groups;  // 0: one scale
+  int64_t tokens;
+  bool column_major;
+  Coding coding;
+  Type type;  // of the result
+  bool stream;
 };
 
 // One of query and key: `heads` heads of `head_size` for each token.

@@ -69,7 +69,14 @@ void run(const char* op, const Device& device, NormArgs& args, int64_t rows);
 void run(const char* op, const Device& device, GateArgs& args, int64_t rows);
 void run(const char* op, const Device& device, QuantArgs& args, int64_t rows);
 void run(const char* op, const Device& device, RotaryArgs& args, int64_t tokens);
-void run(const char* op, const Device& device, CacheArgs& args, int64_t tokens);  // the CPU only
+
+// The CPU only:
+void run(const char* op, const Device& device, CacheArgs& args, int64_t tokens);
+void run(const char* op, const Device& device, PointwiseArgs& args, int64_t rows);
+void run(const char* op, const Device& device, GroupQuantArgs& args, int64_t rows);
+void run(const char* op, const Device& device, DequantArgs& args, int64_t rows);
+// With one scale for all rows, which is found first and written to `scale`.
+void run_with_one_scale(const char* op, const Device& device, QuantArgs& args, int64_t rows, float* scale);
 
 // Refuses positions outside the cache, where the host can read them.
 void check_positions(const char* op, const Device& device, const RotaryArgs& args, int64_t tokens);

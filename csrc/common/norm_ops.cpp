@@ -1,5 +1,5 @@
-// Owns the ops rms_norm and fused_add_rms_norm, on every device, alone and with a quantisation: their checks, outputs and
-// arguments.
+// Owns the ops rms_norm and fused_add_rms_norm, on every device, alone and with a quantisation, and Gemma's norms, on the
+// CPU: their checks, outputs and arguments.
 #include <torch/csrc/stable/ops.h>
 
 #include "launch.h"
@@ -9,13 +9,14 @@ namespace irframework_vllm_c {
 namespace {
 
 // Replaces a weight that is not dense by a copy, which the caller keeps alive.
-NormArgs norm_arguments(const char* op, const View& x, OptionalTensor& weight, double epsilon) {
+NormArgs norm_arguments(const char* op, const View& x, OptionalTensor& weight, double epsilon, bool one_plus = false) {
   check_rank(op, x, 1);
   check_dense_rows(op, x);
   NormArgs args{};
   args.type = args.weight_type = floating_type(op, x);
   args.cols = x.size(-1);
   args.epsilon = static_cast<float>(epsilon);
+  args.one_plus = one_plus;
   args.x = data_of(x);
   args.x_rows = rows_of(op, x, x.dims - 1);
   args.out_rows = contiguous_rows(product(x, x.dims - 1), args.cols);
@@ -72,21 +73,21 @@ CodesAndScales quantised(const char* op, const View& x, NormArgs& args, const Te
 
 // ---- rms_norm ----------------------------------------------------------------------------------------------------
 
-static Tensor rms_norm_to(const Tensor& x, OptionalTensor& weight, double epsilon, const Tensor* given) {
-  const char* op = "rms_norm";
+static Tensor rms_norm_to(const char* op, bool one_plus, const Tensor& x, OptionalTensor& weight, double epsilon,
+                          const Tensor* given) {
   const View view = view_of(op, "x", x);
-  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  NormArgs args = norm_arguments(op, view, weight, epsilon, one_plus);
   Tensor out = output_for(op, "out", given, view, view.sizes, view.dtype);
   run_norm(op, view, args, out);
   return out;
 }
 
 Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon) {
-  return rms_norm_to(x, weight, epsilon, nullptr);
+  return rms_norm_to("rms_norm", false, x, weight, epsilon, nullptr);
 }
 
 void rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out) {
-  rms_norm_to(x, weight, epsilon, &out);
+  rms_norm_to("rms_norm", false, x, weight, epsilon, &out);
 }
 
 static CodesAndScales rms_norm_quantised(const char* op, const Tensor& x, OptionalTensor& weight, const Tensor* scale,
@@ -116,10 +117,10 @@ void rms_norm_dynamic_quant_fp8_out(const Tensor& x, OptionalTensor weight, doub
 
 // ---- fused_add_rms_norm ------------------------------------------------------------------------------------------
 
-void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
-  const char* op = "fused_add_rms_norm";
+static void fused_add_rms_norm_in_place(const char* op, bool one_plus, const Tensor& x, const Tensor& x_residual,
+                                        OptionalTensor& weight, double epsilon) {
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
-  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  NormArgs args = norm_arguments(op, view, weight, epsilon, one_plus);
   add_residual(op, view, residual, args);
   args.out_rows = args.x_rows;
   const int64_t rows = product(view, view.dims - 1);
@@ -131,12 +132,15 @@ void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTenso
   run(op, view.device, args, rows);
 }
 
-static std::tuple<Tensor, Tensor> fused_add_rms_norm_to(const Tensor& x, const Tensor& x_residual,
-                                                        OptionalTensor& weight, double epsilon, const Tensor* given,
-                                                        const Tensor* given_sum) {
-  const char* op = "fused_add_rms_norm_functional";
+void fused_add_rms_norm(const Tensor& x, const Tensor& x_residual, OptionalTensor weight, double epsilon) {
+  fused_add_rms_norm_in_place("fused_add_rms_norm", false, x, x_residual, weight, epsilon);
+}
+
+static std::tuple<Tensor, Tensor> fused_add_rms_norm_to(const char* op, bool one_plus, const Tensor& x,
+                                                        const Tensor& x_residual, OptionalTensor& weight,
+                                                        double epsilon, const Tensor* given, const Tensor* given_sum) {
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
-  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  NormArgs args = norm_arguments(op, view, weight, epsilon, one_plus);
   add_residual(op, view, residual, args);
   Tensor out = output_for(op, "out0", given, view, view.sizes, view.dtype);
   Tensor sum = output_for(op, "out1", given_sum, view, view.sizes, view.dtype);
@@ -148,12 +152,12 @@ static std::tuple<Tensor, Tensor> fused_add_rms_norm_to(const Tensor& x, const T
 
 std::tuple<Tensor, Tensor> fused_add_rms_norm_functional(const Tensor& x, const Tensor& x_residual,
                                                          OptionalTensor weight, double epsilon) {
-  return fused_add_rms_norm_to(x, x_residual, weight, epsilon, nullptr, nullptr);
+  return fused_add_rms_norm_to("fused_add_rms_norm_functional", false, x, x_residual, weight, epsilon, nullptr, nullptr);
 }
 
 void fused_add_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                        double epsilon, Tensor out0, Tensor out1) {
-  fused_add_rms_norm_to(x, x_residual, weight, epsilon, &out0, &out1);
+  fused_add_rms_norm_to("fused_add_rms_norm_functional", false, x, x_residual, weight, epsilon, &out0, &out1);
 }
 
 static CodesAndScales fused_add_quantised(const char* op, const Tensor& x, const Tensor& x_residual,
@@ -174,6 +178,36 @@ Tensor fused_add_rms_norm_static_quant_fp8(const Tensor& x, const Tensor& x_resi
 CodesAndScales fused_add_rms_norm_dynamic_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                                     double epsilon) {
   return fused_add_quantised("fused_add_rms_norm_dynamic_quant_fp8", x, x_residual, weight, nullptr, epsilon);
+}
+
+// ---- Gemma's norms, which scale by 1 + weight ------------------------------------------------------------------------
+
+Tensor gemma_rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  OptionalTensor given(weight);
+  return rms_norm_to("gemma_rms_norm", true, x, given, epsilon, nullptr);
+}
+
+void gemma_rms_norm_out(const Tensor& x, const Tensor& weight, double epsilon, Tensor out) {
+  OptionalTensor given(weight);
+  rms_norm_to("gemma_rms_norm", true, x, given, epsilon, &out);
+}
+
+void fused_add_gemma_rms_norm(const Tensor& x, const Tensor& x_residual, const Tensor& weight, double epsilon) {
+  OptionalTensor given(weight);
+  fused_add_rms_norm_in_place("fused_add_gemma_rms_norm", true, x, x_residual, given, epsilon);
+}
+
+std::tuple<Tensor, Tensor> fused_add_gemma_rms_norm_functional(const Tensor& x, const Tensor& x_residual,
+                                                               const Tensor& weight, double epsilon) {
+  OptionalTensor given(weight);
+  return fused_add_rms_norm_to("fused_add_gemma_rms_norm_functional", true, x, x_residual, given, epsilon, nullptr,
+                               nullptr);
+}
+
+void fused_add_gemma_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual, const Tensor& weight,
+                                             double epsilon, Tensor out0, Tensor out1) {
+  OptionalTensor given(weight);
+  fused_add_rms_norm_to("fused_add_gemma_rms_norm_functional", true, x, x_residual, given, epsilon, &out0, &out1);
 }
 
 }  // namespace irframework_vllm_c

@@ -3,6 +3,7 @@
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
 #include <tuple>
@@ -12,6 +13,7 @@ namespace irframework_vllm_c {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using CodesAndScales = std::tuple<Tensor, Tensor>;
+using torch::headeronly::ScalarType;
 
 // norm_ops.cpp
 Tensor rms_norm(const Tensor& x, OptionalTensor weight, double epsilon);
@@ -30,6 +32,14 @@ Tensor fused_add_rms_norm_static_quant_fp8(const Tensor& x, const Tensor& x_resi
                                            const Tensor& scale, double epsilon);
 CodesAndScales fused_add_rms_norm_dynamic_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                                     double epsilon);
+// of which the CPU only:
+Tensor gemma_rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
+void gemma_rms_norm_out(const Tensor& x, const Tensor& weight, double epsilon, Tensor out);
+void fused_add_gemma_rms_norm(const Tensor& x, const Tensor& x_residual, const Tensor& weight, double epsilon);
+std::tuple<Tensor, Tensor> fused_add_gemma_rms_norm_functional(const Tensor& x, const Tensor& x_residual,
+                                                               const Tensor& weight, double epsilon);
+void fused_add_gemma_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual, const Tensor& weight,
+                                             double epsilon, Tensor out0, Tensor out1);
 
 // activation_ops.cpp
 Tensor silu_and_mul(const Tensor& x);
@@ -65,6 +75,35 @@ std::tuple<Tensor, Tensor> rotary_embedding_reshape_and_cache(const Tensor& posi
                                                               const Tensor& key_cache, const Tensor& value_cache,
                                                               const Tensor& slot_mapping, const Tensor& cos_sin_cache,
                                                               int64_t head_size, bool is_neox);
+
+// pointwise_ops.cpp, on the CPU only
+Tensor gelu_new(const Tensor& x);
+void gelu_new_out(const Tensor& x, Tensor out);
+Tensor quick_gelu(const Tensor& x);
+void quick_gelu_out(const Tensor& x, Tensor out);
+Tensor relu2(const Tensor& x);
+void relu2_out(const Tensor& x, Tensor out);
+Tensor xielu(const Tensor& x, const Tensor& alpha_p, const Tensor& alpha_n, double beta, double epsilon);
+void xielu_out(const Tensor& x, const Tensor& alpha_p, const Tensor& alpha_n, double beta, double epsilon, Tensor out);
+Tensor mul_and_silu(const Tensor& x);
+void mul_and_silu_out(const Tensor& x, Tensor out);
+Tensor fatrelu_and_mul(const Tensor& x, double threshold);
+void fatrelu_and_mul_out(const Tensor& x, double threshold, Tensor out);
+Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit);
+void swigluoai_and_mul_out(const Tensor& x, double alpha, double limit, Tensor out);
+Tensor gelu_and_mul_sparse(const Tensor& x, double deviations, bool tanh_approximation);
+void gelu_and_mul_sparse_out(const Tensor& x, double deviations, bool tanh_approximation, Tensor out);
+
+// block_quantisation_ops.cpp, on the CPU only
+CodesAndScales tensor_quant_fp8(const Tensor& x);
+void tensor_quant_fp8_out(const Tensor& x, Tensor out0, Tensor out1);
+CodesAndScales dynamic_quant_int8(const Tensor& x);
+void dynamic_quant_int8_out(const Tensor& x, Tensor out0, Tensor out1);
+CodesAndScales group_quant_fp8(const Tensor& x, int64_t group_size, bool column_major_scales, bool power_of_two_scales);
+void group_quant_fp8_out(const Tensor& x, int64_t group_size, bool column_major_scales, bool power_of_two_scales,
+                         Tensor out0, Tensor out1);
+Tensor dequant(const Tensor& q, const Tensor& scale, ScalarType dtype, bool column_major_scales);
+void dequant_out(const Tensor& q, const Tensor& scale, ScalarType dtype, bool column_major_scales, Tensor out);
 
 // Makes the ops those of the device that `m` is about. The overloads `.out` are declared by the plugin's Python part.
 inline void implement(torch::stable::detail::StableLibrary& m) {

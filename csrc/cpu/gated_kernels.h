@@ -8,18 +8,28 @@ IRF_INLINE F activation(F x) {
   return gelu_tanh(x);
 }
 
-template <Gate kGate, typename T, typename Sink>
-IRF_INLINE void gate_row(const T* x, Sink& sink, int64_t cols) {
-  const T* up = x + cols;
+template <Gate kGate>
+struct Activation {
+  IRF_MEMBER F operator()(F x) const { return activation<kGate>(x); }
+};
+
+// function(gate) * up, the first rounded to T.
+template <typename T, typename Function, typename Sink>
+IRF_INLINE void product_row(const T* gate, const T* up, const Function& function, Sink& sink, int64_t cols) {
   int64_t i = 0;
   for (; i + 2 * W <= cols; i += 2 * W) {
-    const Two v = load_two<T>(x + i), u = load_two<T>(up + i);
-    sink.two(i, {rounded<T>(activation<kGate>(v.a)) * u.a, rounded<T>(activation<kGate>(v.b)) * u.b});
+    const Two v = load_two<T>(gate + i), u = load_two<T>(up + i);
+    sink.two(i, {rounded<T>(function(v.a)) * u.a, rounded<T>(function(v.b)) * u.b});
   }
   for (; i < cols; i += W) {
     const int64_t count = cols - i < W ? cols - i : W;
-    sink.some(i, rounded<T>(activation<kGate>(load(x + i, count))) * load(up + i, count), count);
+    sink.some(i, rounded<T>(function(load(gate + i, count))) * load(up + i, count), count);
   }
+}
+
+template <Gate kGate, typename T, typename Sink>
+IRF_INLINE void gate_row(const T* x, Sink& sink, int64_t cols) {
+  product_row(x, x + cols, Activation<kGate>{}, sink, cols);
 }
 
 // Returns whether it streamed.

@@ -18,6 +18,11 @@ struct Kernels {
   void (*quantised)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end, void* scratch);
   void (*cached)(const CacheArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*pointwise)(const PointwiseArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*group_quantised)(const GroupQuantArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*magnitudes)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);  // writes them to `scales`
+  float (*scale_of_all)(const float* magnitudes, int64_t count);
+  void (*dequantised)(const DequantArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
 extern const Kernels kPlainKernels;

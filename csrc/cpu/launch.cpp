@@ -72,6 +72,31 @@ void run(const char*, const Device&, QuantArgs& args, int64_t rows) {
   run_threads(active_kernels().quantised, args, rows, args.cols * (bytes_of(args.type) + 1));
 }
 
+void run_with_one_scale(const char* op, const Device& device, QuantArgs& args, int64_t rows, float* scale) {
+  const std::unique_ptr<float[]> largest(new float[rows]);
+  args.scales = largest.get();
+  if (args.numel > 0) run_threads(active_kernels().magnitudes, args, rows, args.cols * bytes_of(args.type));
+  *scale = active_kernels().scale_of_all(largest.get(), args.numel > 0 ? rows : 0);
+  args.scale = scale;
+  if (args.numel > 0) run(op, device, args, rows);
+}
+
+void run(const char*, const Device&, PointwiseArgs& args, int64_t rows) {
+  const int64_t row_bytes = args.cols * bytes_of(args.type);
+  args.stream = args.numel * bytes_of(args.type) >= kStreamBytes;
+  run_threads(active_kernels().pointwise, args, rows, (has_gate(args.function) ? 3 : 2) * row_bytes);
+}
+
+void run(const char*, const Device&, GroupQuantArgs& args, int64_t rows) {
+  args.stream = rows * args.cols >= kStreamBytes;
+  run_threads(active_kernels().group_quantised, args, rows, args.cols * (bytes_of(args.type) + 1));
+}
+
+void run(const char*, const Device&, DequantArgs& args, int64_t rows) {
+  args.stream = is_large(rows, args.cols, args.type, Quantisation::none);
+  run_threads(active_kernels().dequantised, args, rows, args.cols * (bytes_of(args.type) + 1));
+}
+
 void run(const char*, const Device&, RotaryArgs& args, int64_t tokens) {
   int64_t heads = 0;
   for (int k = 0; k < args.tensor_count; ++k) heads += args.tensors[k].heads;

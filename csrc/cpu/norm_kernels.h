@@ -1,5 +1,5 @@
-// Owns rms_norm and fused_add_rms_norm, plain and quantising. Included by kernels_body.h, inside the namespace of one
-// instruction set.
+// Owns rms_norm and fused_add_rms_norm, plain, Gemma's and quantising. Included by kernels_body.h, inside the namespace of
+// one instruction set.
 
 // Sum of squares of the row, in float32. With kAdd the row is x + residual rounded to T, which is written to `sum_row`;
 // that may be the residual itself.
@@ -34,12 +34,22 @@ static float sum_of_squares(const T* x, const T* residual, T* sum_row, int64_t c
 
 struct NoWeight {};
 
+// A weight that is how far the scale is from one.
+template <typename WT>
+struct OnePlus {};
+
+template <typename WT>
+constexpr bool is_one_plus = false;
+template <typename WT>
+constexpr bool is_one_plus<OnePlus<WT>> = true;
+
 // Native rounds the normalised value to the weight's type, multiplies in that type, and rounds to the type of x. The last
 // rounding is left to the sink, and so is the one before it where both types are the same.
 template <typename T, typename WT>
 IRF_INLINE F scaled(F v, float scale, F weight) {
   F normalised = v * scale;
   if (__is_same(WT, NoWeight)) return normalised;
+  if (is_one_plus<WT>) return normalised * weight;
   if (__is_same(WT, bf16) && !__is_same(T, bf16)) normalised = plain_nan(normalised);
   if (__is_same(T, bf16) && !__is_same(WT, bf16)) weight = plain_nan(weight);
   const F product = rounded<WT>(normalised) * weight;
@@ -59,6 +69,20 @@ IRF_INLINE F load_weight(const WT* weight, int64_t i, int64_t count) {
   return load(weight + i, count);
 }
 IRF_INLINE F load_weight(const NoWeight*, int64_t, int64_t) { return F{}; }
+// rounded_upper() expects plain NaN.
+template <typename WT>
+IRF_INLINE F one_plus(F weight) {
+  return __is_same(WT, float) ? plain_nan(1.0f + weight) : 1.0f + weight;
+}
+template <typename T, typename WT>
+IRF_INLINE Two load_weight(const OnePlus<WT>* weight, int64_t i) {
+  const Two w = load_two<T>((const WT*)weight + i);
+  return {one_plus<WT>(w.a), one_plus<WT>(w.b)};
+}
+template <typename WT>
+IRF_INLINE F load_weight(const OnePlus<WT>* weight, int64_t i, int64_t count) {
+  return one_plus<WT>(load((const WT*)weight + i, count));
+}
 
 template <typename T, typename WT, typename Sink>
 IRF_INLINE void write_scaled(const T* row, Sink& sink, const WT* weight, float scale, int64_t cols) {
@@ -71,6 +95,27 @@ IRF_INLINE void write_scaled(const T* row, Sink& sink, const WT* weight, float s
     const int64_t count = cols - i < W ? cols - i : W;
     sink.some(i, scaled<T, WT>(load(row + i, count), scale, load_weight(weight, i, count)), count);
   }
+}
+
+template <typename T, typename WT>
+static bool write_codes(const NormArgs& a, const T* source, const WT* weight, float scale, int64_t row, int64_t out_offset,
+                        T* scratch) {
+  uint8_t* codes = (uint8_t*)a.out + out_offset;
+  if (a.quantisation == Quantisation::dynamic) {
+    MeasuringSink<T> sink{scratch, {U{}}};
+    write_scaled(source, sink, weight, scale, a.cols);
+    a.scales[row] = scale_of(sink.largest.value());
+    return quantise_row((const T*)scratch, codes, 1.0f / a.scales[row], a.cols, a.stream);
+  }
+  const float inverse = 1.0f / *a.scale;
+  if (a.stream && may_stream(codes, a.cols)) {
+    CodeSink<true, T> sink{codes, inverse};
+    write_scaled(source, sink, weight, scale, a.cols);
+    return true;
+  }
+  CodeSink<false, T> sink{codes, inverse};
+  write_scaled(source, sink, weight, scale, a.cols);
+  return false;
 }
 
 // Normalises one row, of which `scale` is 1 / rms, into the tensor or the codes of `a`. Returns whether it streamed.
@@ -88,21 +133,7 @@ static bool write_row(const NormArgs& a, const T* source, float scale, int64_t r
     write_scaled(source, sink, weight, scale, a.cols);
     return false;
   }
-  uint8_t* codes = (uint8_t*)a.out + out_offset;
-  if (a.quantisation == Quantisation::dynamic) {
-    MeasuringSink<T> sink{scratch, {U{}}};
-    write_scaled(source, sink, weight, scale, a.cols);
-    a.scales[row] = scale_of(sink.largest.value());
-    return quantise_row((const T*)scratch, codes, 1.0f / a.scales[row], a.cols, a.stream);
-  }
-  const float inverse = 1.0f / *a.scale;
-  if (a.stream && may_stream(codes, a.cols)) {
-    CodeSink<true, T> sink{codes, inverse};
-    write_scaled(source, sink, weight, scale, a.cols);
-    return true;
-  }
-  CodeSink<false, T> sink{codes, inverse};
-  write_scaled(source, sink, weight, scale, a.cols);
+  if constexpr (!is_one_plus<WT>) return write_codes(a, source, weight, scale, row, out_offset, scratch);
   return false;
 }
 
@@ -139,6 +170,16 @@ static void norm_rows(const NormArgs& a, int64_t begin, int64_t end, void* scrat
 template <typename T>
 static void norm_of_type(const NormArgs& a, int64_t begin, int64_t end, void* scratch) {
   if (a.weight == nullptr) return norm_rows<T, NoWeight>(a, begin, end, scratch);
+  if (a.one_plus) {
+    switch (a.weight_type) {
+      case Type::f32:
+        return norm_rows<T, OnePlus<float>>(a, begin, end, scratch);
+      case Type::bf16:
+        return norm_rows<T, OnePlus<bf16>>(a, begin, end, scratch);
+      case Type::f16:
+        return norm_rows<T, OnePlus<f16>>(a, begin, end, scratch);
+    }
+  }
   switch (a.weight_type) {
     case Type::f32:
       return norm_rows<T, float>(a, begin, end, scratch);

@@ -37,10 +37,67 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
       "rotary_embedding_reshape_and_cache(Tensor positions, Tensor query, Tensor key, Tensor value, "
       "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor cos_sin_cache, int head_size, "
       "bool is_neox) -> (Tensor, Tensor)");
+  m.def("gelu_new(Tensor x) -> Tensor");
+  m.def("quick_gelu(Tensor x) -> Tensor");
+  m.def("relu2(Tensor x) -> Tensor");
+  m.def("xielu(Tensor x, Tensor alpha_p, Tensor alpha_n, float beta, float epsilon) -> Tensor");
+  m.def("mul_and_silu(Tensor x) -> Tensor");
+  m.def("fatrelu_and_mul(Tensor x, float threshold) -> Tensor");
+  m.def("swigluoai_and_mul(Tensor x, float alpha, float limit) -> Tensor");
+  m.def("gelu_and_mul_sparse(Tensor x, float deviations, bool tanh_approximation) -> Tensor");
+  m.def("tensor_quant_fp8(Tensor x) -> (Tensor, Tensor)");
+  m.def("dynamic_quant_int8(Tensor x) -> (Tensor, Tensor)");
+  m.def(
+      "group_quant_fp8(Tensor x, int group_size, bool column_major_scales, bool power_of_two_scales)"
+      " -> (Tensor, Tensor)");
+  m.def("dequant(Tensor q, Tensor scale, ScalarType dtype, bool column_major_scales) -> Tensor");
+  m.def("gemma_rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  m.def("fused_add_gemma_rms_norm(Tensor(a!) x, Tensor(b!) x_residual, Tensor weight, float epsilon) -> ()");
+  m.def(
+      "fused_add_gemma_rms_norm_functional(Tensor x, Tensor x_residual, Tensor weight, float epsilon)"
+      " -> (Tensor, Tensor)");
 }
+
+namespace irframework_vllm_c {
+
+// What no other device has.
+static void implement_on_the_cpu(torch::stable::detail::StableLibrary& m) {
+  m.impl("gelu_new", TORCH_BOX(&gelu_new));
+  m.impl("gelu_new.out", TORCH_BOX(&gelu_new_out));
+  m.impl("quick_gelu", TORCH_BOX(&quick_gelu));
+  m.impl("quick_gelu.out", TORCH_BOX(&quick_gelu_out));
+  m.impl("relu2", TORCH_BOX(&relu2));
+  m.impl("relu2.out", TORCH_BOX(&relu2_out));
+  m.impl("xielu", TORCH_BOX(&xielu));
+  m.impl("xielu.out", TORCH_BOX(&xielu_out));
+  m.impl("mul_and_silu", TORCH_BOX(&mul_and_silu));
+  m.impl("mul_and_silu.out", TORCH_BOX(&mul_and_silu_out));
+  m.impl("fatrelu_and_mul", TORCH_BOX(&fatrelu_and_mul));
+  m.impl("fatrelu_and_mul.out", TORCH_BOX(&fatrelu_and_mul_out));
+  m.impl("swigluoai_and_mul", TORCH_BOX(&swigluoai_and_mul));
+  m.impl("swigluoai_and_mul.out", TORCH_BOX(&swigluoai_and_mul_out));
+  m.impl("gelu_and_mul_sparse", TORCH_BOX(&gelu_and_mul_sparse));
+  m.impl("gelu_and_mul_sparse.out", TORCH_BOX(&gelu_and_mul_sparse_out));
+  m.impl("tensor_quant_fp8", TORCH_BOX(&tensor_quant_fp8));
+  m.impl("tensor_quant_fp8.out", TORCH_BOX(&tensor_quant_fp8_out));
+  m.impl("dynamic_quant_int8", TORCH_BOX(&dynamic_quant_int8));
+  m.impl("dynamic_quant_int8.out", TORCH_BOX(&dynamic_quant_int8_out));
+  m.impl("group_quant_fp8", TORCH_BOX(&group_quant_fp8));
+  m.impl("group_quant_fp8.out", TORCH_BOX(&group_quant_fp8_out));
+  m.impl("dequant", TORCH_BOX(&dequant));
+  m.impl("dequant.out", TORCH_BOX(&dequant_out));
+  m.impl("gemma_rms_norm", TORCH_BOX(&gemma_rms_norm));
+  m.impl("gemma_rms_norm.out", TORCH_BOX(&gemma_rms_norm_out));
+  m.impl("fused_add_gemma_rms_norm_functional", TORCH_BOX(&fused_add_gemma_rms_norm_functional));
+  m.impl("fused_add_gemma_rms_norm_functional.out", TORCH_BOX(&fused_add_gemma_rms_norm_functional_out));
+  m.impl("fused_add_gemma_rms_norm", TORCH_BOX(&fused_add_gemma_rms_norm));
+  m.impl("reshape_and_cache", TORCH_BOX(&reshape_and_cache));
+  m.impl("rotary_embedding_reshape_and_cache", TORCH_BOX(&rotary_embedding_reshape_and_cache));
+}
+
+}  // namespace irframework_vllm_c
 
 STABLE_TORCH_LIBRARY_IMPL(irframework_vllm_c, CPU, m) {
   irframework_vllm_c::implement(m);
-  m.impl("reshape_and_cache", TORCH_BOX(&irframework_vllm_c::reshape_and_cache));
-  m.impl("rotary_embedding_reshape_and_cache", TORCH_BOX(&irframework_vllm_c::rotary_embedding_reshape_and_cache));
+  irframework_vllm_c::implement_on_the_cpu(m);
 }

@@ -46,12 +46,12 @@ struct CodeSink {
   IRF_MEMBER void some(int64_t i, F v, int64_t count) { store_codes(out + i, rounded<T>(v) * inverse, count); }
 };
 
-template <bool kStream, typename T>
+template <bool kStream, typename Code, typename T>
 IRF_INLINE void quantise_elements(const T* row, uint8_t* out, float inverse, int64_t cols) {
   int64_t i = 0;
   for (; i + 2 * W <= cols; i += 2 * W) {
     const Two v = load_two<T>(row + i);
-    const TwoBytes codes = codes_of<T>({v.a * inverse, v.b * inverse});
+    const TwoBytes codes = codes_of<T, Code>({v.a * inverse, v.b * inverse});
     if (kStream) {
       stream_codes(out + i, codes);
     } else {
@@ -60,18 +60,18 @@ IRF_INLINE void quantise_elements(const T* row, uint8_t* out, float inverse, int
   }
   for (; i < cols; i += W) {
     const int64_t count = cols - i < W ? cols - i : W;
-    store_codes(out + i, load(row + i, count) * inverse, count);
+    store_codes<Code>(out + i, load(row + i, count) * inverse, count);
   }
 }
 
 // Returns whether the codes were streamed.
-template <typename T>
+template <typename Code = E4m3, typename T>
 IRF_INLINE bool quantise_row(const T* row, uint8_t* out, float inverse, int64_t cols, bool stream) {
   const bool streamed = stream && may_stream(out, cols);
   if (streamed) {
-    quantise_elements<true>(row, out, inverse, cols);
+    quantise_elements<true, Code>(row, out, inverse, cols);
   } else {
-    quantise_elements<false>(row, out, inverse, cols);
+    quantise_elements<false, Code>(row, out, inverse, cols);
   }
   return streamed;
 }
@@ -123,19 +123,22 @@ struct Largest {
   }
 
   IRF_MEMBER float value() const {
-    T lanes[sizeof(U) / sizeof(T)], most[W] = {};
-    __builtin_memcpy(lanes, &bits, sizeof lanes);
-    uint32_t found = 0;
-    for (const T& lane : lanes) {
-      uint32_t magnitude = 0;
-      __builtin_memcpy(&magnitude, &lane, sizeof lane);
-      if (magnitude > found) {
-        found = magnitude;
-        most[0] = lane;
-      }
+    const U found = sizeof(T) == 4 ? bits : larger(bits & 0xffffu, bits >> 16);
+#if IRF_WIDTH == 16
+    const uint32_t most = (uint32_t)_mm512_reduce_max_epi32((__m512i)found);
+#else
+    uint32_t lanes[W];
+    __builtin_memcpy(lanes, &found, sizeof found);
+    for (int half = W / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
     }
-    return load(most)[0];
+    const uint32_t most = lanes[0];
+#endif
+    if (__is_same(T, f16)) return half_to_float(narrow(splat_bits(most)))[0];
+    return from_bits(splat_bits(__is_same(T, bf16) ? most << 16 : most))[0];
   }
+
+  static IRF_MEMBER U larger(U a, U b) { return choose((I)((I)a > (I)b), a, b); }
 };
 
 template <typename T>
@@ -183,8 +186,10 @@ struct MeasuringSink {
 };
 
 // The scale of a row, from its largest magnitude; a NaN stays. Divisions, as in the definition.
+template <typename Code = E4m3>
 IRF_INLINE float scale_of(float largest) {
-  constexpr float kSmallest = (float)(1.0 / (448.0 * 512.0));
-  const float scale = largest / kLargestCode;
+  constexpr bool kInt8 = __is_same(Code, Int8);
+  constexpr float kSmallest = kInt8 ? 0x1p-126f : (float)(1.0 / (448.0 * 512.0));
+  const float scale = largest / (kInt8 ? 127.0f : kLargestCode);
   return scale < kSmallest ? kSmallest : scale;
 }

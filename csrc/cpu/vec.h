@@ -324,6 +324,27 @@ IRF_INLINE F exponential(F x) {
 #endif
 }
 
+// e^x - 1 for x <= 0, without cancellation near zero; keeps NaN. With the x = n ln 2 + r of exponential():
+// 2^n (e^r - 1) + (2^n - 1), where the first factor has no 1 to lose, and n = 0 leaves it alone.
+IRF_INLINE F exponential_less_one(F x) {
+  x = choose((I)(x < -87.0f), splat(-87.0f), x);
+  constexpr float kRoundingBias = 12582912.0f;
+  const F biased = multiply_add(x, splat(1.44269504088896341f), splat(kRoundingBias));
+  const F n = biased - kRoundingBias;
+  F r = multiply_add(n, splat(-0.693145751953125f), x);
+  r = multiply_add(n, splat(-1.42860682030941723e-6f), r);
+  F p = splat(1.0f / 5040.0f);
+  p = multiply_add(p, r, splat(1.0f / 720.0f));
+  p = multiply_add(p, r, splat(1.0f / 120.0f));
+  p = multiply_add(p, r, splat(1.0f / 24.0f));
+  p = multiply_add(p, r, splat(1.0f / 6.0f));
+  p = multiply_add(p, r, splat(0.5f));
+  p = multiply_add(p * r, r, r);
+  const I whole = (I)(bits_of(biased) - 0x4b400000u);
+  const F power = from_bits(mask_of((whole + 127) << 23));
+  return multiply_add(p, power, power - 1.0f);
+}
+
 IRF_INLINE F silu(F x) { return x / (1.0f + exponential(-x)); }
 
 // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)   (Hendrycks and Gimpel, 2016)

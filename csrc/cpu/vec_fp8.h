@@ -1,5 +1,5 @@
-// Owns the conversion of float32 vectors to the codes of float8_e4m3fn, and their stores. Included by kernels_body.h
-// after vec.h, inside the namespace of one instruction set.
+// Owns the conversion of float32 vectors to the codes of float8_e4m3fn and int8 and back, and the stores of codes. Included
+// by kernels_body.h after vec.h, inside the namespace of one instruction set.
 
 constexpr float kLargestCode = 448.0f;
 
@@ -43,6 +43,21 @@ IRF_INLINE U code_of(F v) {
 #endif
 }
 
+struct E4m3 {
+  static IRF_MEMBER U of(F v) { return code_of(v); }
+};
+
+// In each lane's low byte v clamped to +-127 and rounded to nearest even; NaN becomes 0. The sum with 1.5 * 2^23 has the
+// rounded number in its low bits.
+struct Int8 {
+  static IRF_MEMBER U of(F v) {
+    v = choose((I)(v == v), v, F{});
+    v = choose((I)(v > 127.0f), splat(127.0f), v);
+    v = choose((I)(v < -127.0f), splat(-127.0f), v);
+    return bits_of(v + 12582912.0f) & 0xffu;
+  }
+};
+
 // ---- stores of codes ---------------------------------------------------------------------------------------------
 
 typedef uint8_t Bytes __attribute__((vector_size(IRF_WIDTH)));
@@ -75,9 +90,9 @@ IRF_INLINE Bytes bytes_of_lanes(U u) {
 }
 
 // The codes of 2 * W neighbours, which were split as load_two<As> splits them.
-template <typename As>
+template <typename As, typename Code = E4m3>
 IRF_INLINE TwoBytes codes_of(Two v) {
-  const U a = code_of(v.a), b = code_of(v.b);
+  const U a = Code::of(v.a), b = Code::of(v.b);
   if (!__is_same(As, bf16)) return both(bytes_of_lanes(a), bytes_of_lanes(b));
   const H pairs = narrow(a | (b << 8));
   TwoBytes codes;
@@ -87,11 +102,12 @@ IRF_INLINE TwoBytes codes_of(Two v) {
 
 IRF_INLINE void store_codes(uint8_t* p, TwoBytes codes) { __builtin_memcpy(p, &codes, sizeof codes); }
 
+template <typename Code = E4m3>
 IRF_INLINE void store_codes(uint8_t* p, F v, int64_t count) {
 #if IRF_WIDTH == 16
-  _mm_mask_storeu_epi8(p, first(count), (__m128i)bytes_of_lanes(code_of(v)));
+  _mm_mask_storeu_epi8(p, first(count), (__m128i)bytes_of_lanes(Code::of(v)));
 #else
-  const Bytes codes = bytes_of_lanes(code_of(v));
+  const Bytes codes = bytes_of_lanes(Code::of(v));
   for (int64_t i = 0; i < count; ++i) p[i] = codes[i];
 #endif
 }
@@ -105,4 +121,44 @@ IRF_INLINE void stream_codes(uint8_t* p, TwoBytes codes) {
 #else
   store_codes(p, codes);
 #endif
+}
+
+// ---- the way back ------------------------------------------------------------------------------------------------
+
+// `count` codes, at most W; lanes beyond are zero.
+IRF_INLINE Bytes load_codes(const uint8_t* p, int64_t count) {
+  Bytes b{};
+  if (count == W) {
+    __builtin_memcpy(&b, p, sizeof b);
+  } else {
+    for (int64_t i = 0; i < count; ++i) b[i] = p[i];
+  }
+  return b;
+}
+
+IRF_INLINE H widen(Bytes b) {
+#if IRF_WIDTH == 16
+  return (H)_mm256_cvtepu8_epi16((__m128i)b);
+#elif IRF_WIDTH == 8
+  int64_t bits;
+  __builtin_memcpy(&bits, &b, sizeof bits);
+  return (H)_mm_cvtepu8_epi16(_mm_cvtsi64_si128(bits));
+#else
+  return __builtin_convertvector(b, H);
+#endif
+}
+
+// A code's magnitude is that of a float16 with an exponent that is 8 too small; only 0x7f is not a number.
+IRF_INLINE F value_of(Bytes b, E4m3) {
+  const H h = widen(b);
+  const H magnitude = h & 0x7f;
+  const F value = half_to_float(((h & 0x80) << 8) | (magnitude << 7)) * 256.0f;
+  return choose((I)(widen(magnitude) == 0x7fu), from_bits(splat_bits(0x7fc00000u)), value);
+}
+
+IRF_INLINE F value_of(Bytes b, Int8) {
+  // The sign's weight is -128.
+  const U u = widen(widen(b));
+  const I value = (I)(u ^ 0x80u) - 128;
+  return __builtin_convertvector(value, F);
 }

@@ -17,9 +17,10 @@ PROVIDER = "vllm_c"
 @ir.hookimpl
 def irframework_register_impls() -> None:
     """Registers provider `vllm_c` for the standard ops."""
-    from irframework_vllm_c import implementations
+    from irframework_vllm_c import cpu_only, implementations
 
     implementations.register(PROVIDER)
+    cpu_only.register(PROVIDER)
 
 
 @ir.hookimpl

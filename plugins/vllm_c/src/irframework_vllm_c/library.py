@@ -241,6 +241,26 @@ def _gated_codes_and_scales(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _codes_and_scales(_gated(x))
 
 
+def _codes_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _codes(x), x.new_empty(1, dtype=torch.float32)
+
+
+def _int8_codes_and_scales(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _codes_and_group_scales(
+    x: Tensor, group_size: int, column_major_scales: bool, power_of_two_scales: bool
+) -> tuple[Tensor, Tensor]:
+    groups = x.shape[-1] // group_size
+    shape = (*x.shape[:-2], groups, x.shape[-2]) if column_major_scales else (*x.shape[:-1], groups)
+    return _codes(x), x.new_empty(shape, dtype=torch.float32)
+
+
+def _values(q: Tensor, scale: Tensor, dtype: torch.dtype, column_major_scales: bool) -> Tensor:
+    return q.new_empty(q.shape, dtype=dtype)
+
+
 def _nothing(*_: object) -> None:
     return None
 
@@ -265,6 +285,21 @@ def _register_fakes(path: str) -> None:
         "fused_add_rms_norm_dynamic_quant_fp8": _codes_and_scales,
         "silu_and_mul_static_quant_fp8": _gated_codes,
         "silu_and_mul_dynamic_quant_fp8": _gated_codes_and_scales,
+        "gelu_new": _like,
+        "quick_gelu": _like,
+        "relu2": _like,
+        "xielu": _like,
+        "mul_and_silu": _gated,
+        "fatrelu_and_mul": _gated,
+        "swigluoai_and_mul": _gated,
+        "gelu_and_mul_sparse": _gated,
+        "tensor_quant_fp8": _codes_and_scale,
+        "dynamic_quant_int8": _int8_codes_and_scales,
+        "group_quant_fp8": _codes_and_group_scales,
+        "dequant": _values,
+        "gemma_rms_norm": _like,
+        "fused_add_gemma_rms_norm": _nothing,
+        "fused_add_gemma_rms_norm_functional": _pair_like,
     }
     # Asked before any is registered: a second attempt must find the same fault.
     missing = [name for name in fakes if not hasattr(getattr(torch.ops, NAMESPACE), name)]
