@@ -29,6 +29,7 @@ from irframework.compiler import guards, inductor_fault, kept_reports
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
 from irframework.compiler.functionalize import donates, functionalize
+from irframework.compiler.fusion import fuse, worth_a_look
 from irframework.compiler.inlining import LOWERED
 from irframework.compiler.lowering import Lowering
 from irframework.compiler.materialize import materialize
@@ -43,7 +44,7 @@ from irframework.platform import device_types_here
 from irframework.plugins import cache_key_factors, compiler_passes
 from irframework.priority import entries_for, fingerprint, option_scope
 from irframework.registry import registry
-from irframework.settings import settings
+from irframework.settings import effective, settings
 from irframework.torch_ops import NAMESPACE
 
 BEFORE, AFTER = "before_lowering", "after_lowering"  # the stages that plugins know
@@ -133,7 +134,8 @@ def steps_of(stage: str, lowering: Lowering) -> list[Step]:
 def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
     lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
     if stage == BEFORE:
-        return [*_foreign(BEFORE), lower]
+        fusing = [Step("fuse", _fuse)] if effective("fusion") else []
+        return [*fusing, *_foreign(BEFORE), lower]
     return [
         lower,
         Step("materialize", lambda graph, context: materialize(graph, context.report)),
@@ -144,6 +146,11 @@ def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
         *_foreign(AFTER),
         Step("verify", lambda graph, context: verify(graph)),
     ]
+
+
+def _fuse(graph: Graph, context: Context) -> None:
+    if context.inference:  # a training graph keeps what it computes on the way for the backward
+        fuse(graph, context.report)
 
 
 def _plan_outputs(graph: Graph, context: Context) -> None:
@@ -301,7 +308,8 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
             is_inference = _is_inference_graph()
         with guards.choices_of_this_compile(), option_scope(self.option_priority):
             steps = steps_of(self.stage, self.lowering)
-            if _concerns_us(graph) or any(step.foreign for step in steps):
+            fusing = is_inference and self.stage == BEFORE and any(step.name == "fuse" for step in steps)
+            if _concerns_us(graph) or any(step.foreign for step in steps) or (fusing and worth_a_look(graph)):
                 report = current_report()
                 assert report is not None
                 bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])

@@ -1,0 +1,110 @@
+"""What an op's definition is made of, for arguments of given kinds.
+
+Owns the traces of native bodies: made once per kinds of arguments, kept for the process where all sizes are plain
+numbers. Does not number values (`values.py`), nor compare anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from irframework.compiler.tracing import fake_like, trace
+from irframework.compiler.values import Expansion
+from irframework.errors import IrError
+from irframework.registry import registry
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+_LARGEST = 96  # torch ops; an op with a longer definition stays one op wherever it is met
+_kept: dict[Any, Expansion | None] = {}
+_kept_for: list[int] = [-1]
+
+
+@dataclass(slots=True)
+class Definitions:
+    """Definitions met in one graph."""
+
+    own: dict[Any, Expansion | None] = field(default_factory=dict)
+
+    def expand(self, op: IrOp, arguments: Sequence[Any], result: Any) -> Expansion | None:
+        """The definition of an op, or None where it is too long, or cannot be traced.
+
+        Args:
+            op: The op.
+            arguments: Fake tensors, numbers and lists of these, in the order of the signature.
+            result: What the op returns, where that is known: tells the fake mode of calls without tensors.
+        """
+        mode = fake_mode_of((*arguments, result))
+        if mode is None:
+            return None
+        key = (op.name, *map(_kind, arguments))
+        if registry.generation != _kept_for[0]:
+            _kept.clear()
+            _kept_for[0] = registry.generation
+        kept = self.own if mode.shape_env is not None and _symbolic(arguments) else _kept
+        if key not in kept:
+            kept[key] = self._trace(op, arguments, mode)
+        return kept[key]
+
+    def _trace(self, op: IrOp, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
+        fresh = [_fresh(argument, mode) for argument in arguments]
+        try:
+            traced = trace(lambda *given: op.registered["native"].apply(given), fresh, mode)
+        except IrError:  # the definition refuses such arguments
+            return None
+        except Exception:
+            return None
+        traced.module.graph.eliminate_dead_code()
+        if traced.written or len(traced.module.graph.nodes) > _LARGEST:
+            return None
+        return Expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
+
+
+def fake_mode_of(values: Any) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor among values."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+        if isinstance(value, (list, tuple)):
+            found = fake_mode_of(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_fresh(item, mode) for item in value]
+    return fake_like(value, mode) if isinstance(value, torch.Tensor) else value
+
+
+def _symbolic(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_symbolic, value))
+    if isinstance(value, torch.Tensor):
+        return any(type(number) is not int for number in (*value.shape, *value.stride(), value.storage_offset()))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _kind(value: Any) -> Any:
+    """What of an argument a definition may depend on."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_kind, value))
+    if isinstance(value, torch.Tensor):
+        numbers = (*value.shape, -1, *value.stride())
+        return (value.dtype, value.device, value.layout, tuple(map(_kind, numbers)))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return ("symbolic", value.node.expr)
+    if isinstance(value, float):
+        return (float, repr(value))
+    try:
+        hash(value)
+    except TypeError:
+        return ("object", id(value))
+    return (type(value), value)

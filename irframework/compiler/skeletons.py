@@ -1,0 +1,314 @@
+"""Where in a graph an op's definition may stand.
+
+Owns the skeletons: a definition with its conversions, reshapes and constants erased, its numbers as wildcards; and the
+search for them among the values of a graph. What it finds is a candidate: `fusion.py` computes the definition on it
+and compares. Does not know whether a match would be allowed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from irframework.codegen import number_type
+from irframework.compiler.definitions import Definitions
+from irframework.compiler.values import COMMUTATIVE, ERASED, Number, Value, ValueTable, constant, values_in
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+_STEPS = 4000  # of one search; more means that a definition fits in too many ways
+_SAMPLE = (6, 64)
+_FIRST_MARK = 0.7310585
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A definition to look for, for one choice of the arguments that steer it.
+
+    Attributes:
+        op: The op.
+        fixed: Arguments that are neither tensors nor wildcards, by name: None, words, bools, ints.
+        table: The definition's values.
+        outputs: Its outputs.
+        tensors: The leaf cores of its tensor parameters.
+        marks: Parameter names by the number that stands for them.
+        size: How many cores it has.
+    """
+
+    op: IrOp
+    fixed: Mapping[str, Any]
+    table: ValueTable
+    outputs: tuple[Value, ...]
+    tensors: Mapping[int, str]
+    marks: Mapping[Any, str]
+    size: int
+
+    @property
+    def root(self) -> int:
+        """The output from which most of the parameters can be reached, erased cores looked through."""
+        return stripped(self.table, self.outputs[self.root_index].core)
+
+    @property
+    def root_index(self) -> int:
+        """Which output that is."""
+        reach = [len(self._reached(output.core)) for output in self.outputs]
+        return reach.index(max(reach))
+
+    def _reached(self, core: int) -> set[int]:
+        return {leaf for leaf in _below(self.table, core) if leaf in self.tensors}
+
+
+@dataclass(slots=True)
+class Binding:
+    """What a candidate gives the parameters.
+
+    Attributes:
+        cores: For each core of the skeleton the core of the graph that it was found at.
+        tensors: For each tensor parameter the values that it may be, the innermost first.
+        numbers: The wildcards.
+    """
+
+    cores: dict[int, int] = field(default_factory=dict)
+    tensors: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+    def copy(self) -> Binding:
+        return Binding(dict(self.cores), dict(self.tensors), dict(self.numbers))
+
+
+class TooManyWaysError(Exception):
+    """A definition fits in so many ways that the search was given up."""
+
+
+def stripped(table: ValueTable, core: int) -> int:
+    """The core behind conversions, reshapes and broadcasts."""
+    while table.cores[core].target in ERASED:
+        core = next(iter(values_in(table.cores[core].args))).core
+    return core
+
+
+def _below(table: ValueTable, core: int) -> set[int]:
+    seen: set[int] = set()
+    todo = [core]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.add(current)
+            todo += [value.core for value in values_in(table.cores[current].args)]
+    return seen
+
+
+# --- deriving ------------------------------------------------------------------------------------------------------------
+
+
+def derive(op: IrOp) -> list[Skeleton]:
+    """The skeletons of an op's definition: one for each way in which its arguments steer it.
+
+    The calls that its input generator yields show these ways; without a generator they are guessed from its signature.
+    """
+    found: dict[Any, Skeleton] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        samples = list(_samples(op, mode))
+    for arguments in samples:
+        skeleton = _skeleton(op, arguments)
+        if skeleton is not None:
+            found.setdefault(_shape_of_definition(skeleton), skeleton)
+    return list(found.values())
+
+
+def _samples(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
+    if op.input_generator is not None:
+        with torch._C._DisableTorchDispatch():
+            made = op.input_generator(shape=_SAMPLE, dtype=torch.float32, device="cpu")
+            calls = [made] if isinstance(made, tuple) else list(made)
+        for call in calls:
+            yield tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in op.bind(tuple(call)))
+        return
+    yield from _guesses(op, mode)
+
+
+def _guesses(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
+    """Arguments that fit the signature, for each choice of what may be None, true or false.
+
+    Of all shapes that are likely, the first that native takes counts.
+    """
+    rows, width = _SAMPLE
+    steering: list[list[Any]] = []
+    for name, parameter in op.signature.parameters.items():
+        kind = number_type(parameter.annotation)
+        if name in op.tensors:
+            steering.append(["tensor"] if parameter.annotation is Tensor else ["tensor", None])
+        elif kind is float:
+            steering.append([0.5])
+        elif kind is bool:
+            steering.append([False, True])
+        elif parameter.default is not parameter.empty:
+            steering.append([parameter.default])
+        elif kind is int:
+            steering.append([2])
+        else:
+            return
+    for chosen in itertools.islice(itertools.product(*steering), 16):
+        shapes: list[list[Any]] = []
+        for name, value in zip(op.signature.parameters, chosen, strict=True):
+            if value != "tensor" or name not in op.tensors:
+                shapes.append([value])
+            elif name in op.activations or not any(choice[0] is not value for choice in shapes):
+                shapes.append([(rows, width), (width,), ()])
+            else:
+                shapes.append([(width,), (), (rows, width), (1,)])
+        for shape in itertools.islice(itertools.product(*shapes), 96):
+            arguments = tuple(torch.empty(each) if isinstance(each, tuple) else each for each in shape)
+            try:
+                with torch.no_grad():
+                    op.registered["native"].apply(arguments)
+            except Exception:
+                continue
+            yield arguments
+            break
+
+
+def _skeleton(op: IrOp, arguments: tuple[Any, ...]) -> Skeleton | None:
+    marked: list[Any] = []
+    marks: dict[Any, str] = {}
+    fixed: dict[str, Any] = {}
+    for (name, parameter), value in zip(op.signature.parameters.items(), arguments, strict=True):
+        if isinstance(value, float) and number_type(parameter.annotation) is float:
+            mark = _FIRST_MARK + 0.0123 * len(marks)
+            marks[mark] = name
+            marked.append(mark)
+        else:
+            marked.append(value)
+            if not isinstance(value, Tensor):
+                fixed[name] = value
+    definitions = Definitions()
+    expansion = definitions.expand(op, marked, None)
+    if expansion is None:
+        return None
+    table = ValueTable(definitions.expand)
+    leaves = {n: table.leaf(("parameter", n), v) for n, v in zip(op.signature.parameters, marked, strict=True)}
+    given = [leaves[name] if isinstance(v, Tensor) else v for name, v in zip(leaves, marked, strict=True)]
+    outputs = table.outputs(expansion, given)
+    flat = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not all(isinstance(value, Value) for value in flat):
+        return None
+    tensors = {leaf.core: name for name, leaf in leaves.items() if isinstance(leaf, Value)}
+    size = len(set().union(*(_below(table, value.core) for value in flat)))
+    return Skeleton(op, fixed, table, flat, tensors, marks, size)
+
+
+def _shape_of_definition(skeleton: Skeleton) -> Any:
+    """What tells one skeleton from another: structure and the arguments that are fixed."""
+    table = skeleton.table
+
+    def text(core: int, depth: int = 0) -> Any:
+        core = stripped(table, core)
+        if core in skeleton.tensors:
+            return skeleton.tensors[core]
+        return (table.cores[core].target, *(text(value.core) for value in values_in(table.cores[core].args)))
+
+    return (repr(sorted(skeleton.fixed.items())), tuple(text(value.core) for value in skeleton.outputs))
+
+
+# --- searching -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Search:
+    """One search for a skeleton at one place of a graph."""
+
+    skeleton: Skeleton
+    graph: ValueTable
+    steps: int = 0
+
+    def at(self, core: int) -> Iterator[Binding]:
+        """All ways in which the skeleton's root can stand at a core of the graph.
+
+        Raises:
+            TooManyWaysError: There are too many.
+        """
+        yield from self._match(self.skeleton.root, Value(core, self.graph.cores[core].shape), Binding())
+
+    def _match(self, wanted: int, value: Value, binding: Binding) -> Iterator[Binding]:
+        self.steps += 1
+        if self.steps > _STEPS:
+            raise TooManyWaysError
+        wanted = stripped(self.skeleton.table, wanted)
+        name = self.skeleton.tensors.get(wanted)
+        if name is not None:
+            yield from self._bind(name, value, binding)
+            return
+        core = stripped(self.graph, value.core)
+        known = binding.cores.get(wanted)
+        if known is not None:
+            if known == core:
+                yield binding
+            return
+        ours, theirs = self.skeleton.table.cores[wanted], self.graph.cores[core]
+        if ours.target != theirs.target or ours.target == "leaf":
+            return
+        one, other = _items(ours.args), _items(theirs.args)
+        orders = [other]
+        if ours.target in COMMUTATIVE and len(other) >= 2:
+            orders.append([other[1], other[0], *other[2:]])
+        for order in orders:
+            for found in self._all(one, order, binding):
+                found = found.copy()
+                found.cores[wanted] = core
+                yield found
+
+    def _all(self, ours: list[Any], theirs: list[Any], binding: Binding) -> Iterator[Binding]:
+        if len(ours) != len(theirs):
+            return
+        if not ours:
+            yield binding
+            return
+        for found in self._one(ours[0], theirs[0], binding):
+            yield from self._all(ours[1:], theirs[1:], found)
+
+    def _one(self, ours: Any, theirs: Any, binding: Binding) -> Iterator[Binding]:
+        if isinstance(ours, Value):
+            if isinstance(theirs, Value):
+                yield from self._match(ours.core, theirs, binding)
+            return
+        if isinstance(theirs, Value):
+            return
+        mark = constant(ours)
+        name = self.skeleton.marks.get(mark) if mark is not None else None
+        if name is None:
+            yield binding  # constants are compared when the definition is computed
+        elif binding.numbers.get(name, theirs) == theirs and constant(theirs) is not None:
+            found = binding.copy()
+            found.numbers[name] = theirs
+            yield found
+
+    def _bind(self, name: str, value: Value, binding: Binding) -> Iterator[Binding]:
+        chain = [value]
+        while self.graph.cores[chain[-1].core].target in ERASED:
+            chain.append(next(iter(values_in(self.graph.cores[chain[-1].core].args))))
+        possible = tuple(reversed(chain))
+        if name in binding.tensors:
+            cores = {each.core for each in possible}
+            possible = tuple(each for each in binding.tensors[name] if each.core in cores)
+            if not possible:
+                return
+        found = binding.copy()
+        found.tensors[name] = possible
+        yield found
+
+
+def _items(args: Any) -> list[Any]:
+    """Arguments one after the other, those in lists, too; missing numbers at the end do not count."""
+    items: list[Any] = []
+    for arg in args:
+        items += _items(arg) if isinstance(arg, tuple) else [arg]
+    while items and not isinstance(items[-1], Value) and isinstance(items[-1], Number) and constant(items[-1]) is None:
+        items.pop()
+    return items

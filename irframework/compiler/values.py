@@ -1,0 +1,452 @@
+"""Value numbers: two nodes with one number compute the same, whatever they are called and however they are spelt.
+
+Owns the table of values: what is commutative, what only copies, what is a reshape, and how an IR op is known by its
+definition. A value is a *core*, what is computed, and a shape: reshapes that keep the last dimension are moved behind
+everything that works row by row, so that a norm and a norm of reshaped rows share a core. Does not look for anything
+(`skeletons.py`), and changes no graph.
+
+Read in torch 2.11 and 2.13: which ops Inductor's decompositions leave, `torch.Tag.pointwise`, `Node.meta["val"]`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from irframework.compiler.aliasing import effects_of
+from irframework.torch_ops import op_of
+
+_SAME = {"aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy", "irframework::donate"}
+_RESHAPES = {
+    "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze", "aten::flatten",
+    "aten::unflatten",
+}  # fmt: skip
+_CONVERSIONS = {"prims::convert_element_type", "aten::_to_copy", "aten::to"}
+_COMMUTATIVE = {"aten::add", "aten::mul", "aten::maximum", "aten::minimum", "aten::eq", "aten::ne"}
+_ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
+_SLICE, _VIEW, _EXPAND, CONVERT = "aten::slice", "view", "aten::expand", "convert"
+ERASED = frozenset({CONVERT, _VIEW, _EXPAND})  # cores that a skeleton looks through
+COMMUTATIVE = frozenset(_COMMUTATIVE)
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a node computes.
+
+    Attributes:
+        core: Number of what is computed.
+        shape: In which shape it stands.
+    """
+
+    core: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A constant argument: equal if torch treats it as equal."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """How a core is computed.
+
+    Attributes:
+        target: Name of the torch op, or a word of this module's.
+        args: Its arguments: values, numbers, and tuples of these.
+        shape: The shape in which it is computed.
+        dtype: Its dtype.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    shape: Shape
+    dtype: Any
+
+
+Expand = Callable[[Any, Sequence[Any], Sequence[Any]], "Expansion | None"]
+
+
+@dataclass(slots=True)
+class Expansion:
+    """The definition of an IR op for arguments of certain kinds, as a graph of torch ops.
+
+    Attributes:
+        graph: Returns a tuple.
+        places: Which arguments of the call its placeholders stand for.
+        is_tuple: Whether the op returns a tuple.
+        owner: Keeps what belongs to the graph alive.
+    """
+
+    graph: Graph
+    places: Sequence[Any]
+    is_tuple: bool
+    owner: Any
+
+
+@dataclass(slots=True)
+class ValueTable:
+    """The values of one graph, or of one definition.
+
+    Attributes:
+        expand: Gives the definition of an IR op, or None where it is to stay one op.
+        cores: All cores by number.
+        nodes: The graph's own nodes that compute a core, in order.
+        of: The value of each node of the graph; a tuple for several outputs.
+    """
+
+    expand: Expand
+    cores: list[Core] = field(default_factory=list)
+    nodes: dict[int, list[Node]] = field(default_factory=dict)
+    of: dict[Node, Any] = field(default_factory=dict)
+    epoch: int = 0
+    _known: dict[Any, int] = field(default_factory=dict)
+
+    # --- graphs ------------------------------------------------------------------------------------------------
+
+    def read(self, graph: Graph) -> None:
+        """Number all nodes of a graph."""
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            if node.op != "call_function":
+                value = self.leaf(node, node.meta.get("val"))
+            else:
+                value = self._call(node, self.of)
+                if effects_of(node).writes:
+                    self.epoch += 1  # what is computed behind it is not what was computed before
+            self.set(node, value)
+
+    def set(self, node: Node, value: Any) -> None:
+        """Let a node of the graph compute a value."""
+        self.of[node] = value
+        if isinstance(value, Value):
+            self.nodes.setdefault(value.core, []).append(node)
+
+    def forget(self, node: Node) -> None:
+        """A node leaves the graph."""
+        value = self.of.pop(node, None)
+        if isinstance(value, Value):
+            self.nodes[value.core].remove(node)
+
+    def run(self, graph: Graph, given: Sequence[Any]) -> tuple[Any, ...]:
+        """Values of the outputs of an expansion's graph, whose placeholders have the given values."""
+        values: dict[Node, Any] = {}
+        rest = iter(given)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(rest)
+            elif node.op == "output":
+                return tuple(values[output] for output in node.args[0])
+            elif node.op == "get_attr":
+                values[node] = self.leaf((id(graph), node.target), node.meta.get("val"))
+            else:
+                values[node] = self._call(node, values)
+        raise AssertionError("a graph ends with its output")
+
+    # --- values ------------------------------------------------------------------------------------------------
+
+    def leaf(self, identity: object, val: Any) -> Any:
+        """The value of something that nothing is known of but what it is."""
+        if isinstance(val, (list, tuple)):
+            return tuple(self.leaf((identity, index), item) for index, item in enumerate(val))
+        if not isinstance(val, torch.Tensor):
+            return _number(val)
+        shape = _shape(val)
+        return Value(self._core("leaf", (Number(_Identity(identity)),), shape, val.dtype), shape)
+
+    def _core(self, target: str, args: tuple[Any, ...], shape: Shape, dtype: Any) -> int:
+        key = (target, args, shape, dtype, self.epoch if target != "leaf" else 0)
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.cores)
+            self.cores.append(Core(target, args, shape, dtype))
+        return number
+
+    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+        """The value of a call, whose arguments have values."""
+        val = node.meta.get("val")
+        target: Any = node.target
+        if target is operator.getitem:
+            whole = values[node.args[0]]  # type: ignore[index]
+            return whole[node.args[1]] if isinstance(whole, tuple) else self.leaf(node, val)
+        if val is None or not isinstance(target, torch._ops.OpOverload):
+            return self.leaf(node, val)
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return self.leaf(node, val)
+        found = op_of(target)
+        if found is not None:
+            value = self._ir_op(found[0], node, values)
+            if value is not None:
+                return value
+        if not isinstance(val, torch.Tensor) and not isinstance(val, (list, tuple)):
+            return _number(val)
+        return self._torch_op(target, _filled(target, node, values), val)
+
+    def _ir_op(self, op: Any, node: Node, values: dict[Node, Any]) -> Any:
+        """The value of an IR op: by its definition if that can be fused, else as one op.
+
+        Of an op that is one, the definition still tells whether it works row by row.
+        """
+        arguments = op.bind(node.args, node.kwargs)
+        given = _mapped(arguments, lambda argument: values[argument])
+        expansion = None
+        if op.fuse or any(self.cores[value.core].shape != value.shape for value in values_in(given)):
+            fakes = _mapped(arguments, lambda argument: argument.meta["val"])
+            expansion = self.expand(op, fakes, node.meta["val"])
+        results = None if expansion is None else self.outputs(expansion, given)
+        if op.fuse and results is not None:
+            return results
+        args = tuple(each if isinstance(each, (Value, tuple)) else _number(each) for each in given)
+        return self._one_op(f"irframework::{op.name}", args, results, node.meta["val"])
+
+    def _one_op(self, name: str, args: tuple[Any, ...], results: Any, val: Any) -> Any:
+        """The value of an op that is not looked into; `results` are those of its definition, if it is known."""
+        several = isinstance(val, (list, tuple))
+        vals = list(val) if several else [val]
+        wanted = [None] * len(vals) if results is None else list(results) if several else [results]
+        moved = _mapped_values(args, lambda value: Value(value.core, self.cores[value.core].shape))
+        plain = _mapped_values(args, self._plain)
+        outputs = []
+        for index, (item, result) in enumerate(zip(vals, wanted, strict=True)):
+            word = f"{name}[{index}]" if several else name
+            shape = _shape(item)
+            if isinstance(result, Value) and self.cores[result.core].shape != result.shape:  # reshapes came behind it
+                natural = self.cores[result.core].shape
+                outputs.append(Value(self._core(word, moved, natural, item.dtype), shape))
+            else:
+                outputs.append(Value(self._core(word, plain, shape, item.dtype), shape))
+        return tuple(outputs) if several else outputs[0]
+
+    def outputs(self, expansion: Expansion, arguments: Sequence[Any]) -> Any:
+        """The value of an IR op by its definition, for arguments that have values."""
+        given = []
+        for index, item in expansion.places:
+            argument = arguments[index] if item is None else arguments[index][item]
+            given.append(argument if isinstance(argument, (Value, Number)) else _number(argument))
+        results = self.run(expansion.graph, given)
+        return results if expansion.is_tuple else results[0]
+
+    def _torch_op(self, target: Any, args: tuple[Any, ...], val: Any) -> Any:
+        name = target._schema.name
+        if isinstance(val, (list, tuple)):
+            return self._several(name, args, val)
+        shape, dtype = _shape(val), val.dtype
+        first = args[0] if args else None
+        if isinstance(first, Value):
+            if name in _SAME or (name in _RESHAPES and target._overloadname != "dtype"):
+                return Value(first.core, shape)
+            if name in _CONVERSIONS:
+                if self.cores[first.core].dtype == dtype:
+                    return Value(first.core, shape)
+                return self._rows(CONVERT, (first,), shape, dtype)
+            if name == _SLICE:
+                return self._slice(first, args[1:], shape, dtype)
+            if name == _EXPAND and first.shape == shape:
+                return first
+            if name == "aten::pow" and args[1] == _number(2):
+                return self._rows("aten::mul", (first, first), shape, dtype)
+            if name in _ROW_REDUCTIONS:
+                dims = _from_the_end(args[1] if len(args) > 1 else Number(None), len(first.shape))
+                keeps = len(args) > 2 and args[2] == Number(True)
+                rest = (Number(dims), *args[2:])
+                if dims == (-1,) and keeps:
+                    return self._rows(name, (first, *rest), shape, dtype)
+                return Value(self._core(name, (self._plain(first), *rest), shape, dtype), shape)
+        if torch.Tag.pointwise in target.tags:
+            if name in _COMMUTATIVE and all(isinstance(arg, Value) for arg in args[:2]):
+                args = (*sorted(args[:2], key=lambda v: (v.core, repr(v.shape))), *args[2:])
+            return self._rows(name, args, shape, dtype)
+        if name == "aten::cat":
+            parts: tuple[Any, ...] = args[0]
+            dim = _from_the_end(args[1] if len(args) > 1 else Number(0), len(shape))
+            return self._rows(name, parts, shape, dtype, along=dim)
+        return Value(self._core(name, _mapped_values(args, self._plain), shape, dtype), shape)
+
+    def _several(self, name: str, args: tuple[Any, ...], val: Sequence[Any]) -> tuple[Any, ...]:
+        first = args[0] if args else None
+        if name in ("aten::split", "aten::split_with_sizes", "aten::chunk") and isinstance(first, Value):
+            dim = args[2] if len(args) > 2 else Number(0)
+            axis, start, parts = _from_the_end(dim, len(first.shape))[0], 0, []
+            for item in val:
+                end = start + item.shape[axis]
+                where = (Number(axis), _number(start), _number(end), Number(1))
+                parts.append(self._slice(first, where, _shape(item), item.dtype))
+                start = end
+            return tuple(parts)
+        plain = _mapped_values(args, self._plain)
+        return tuple(
+            Value(self._core(f"{name}[{index}]", plain, _shape(item), item.dtype), _shape(item))
+            if isinstance(item, torch.Tensor)
+            else _number(item)
+            for index, item in enumerate(val)
+        )
+
+    def _slice(self, x: Value, where: Sequence[Any], shape: Shape, dtype: Any) -> Value:
+        axis = _from_the_end(where[0] if where else Number(0), len(shape))[0]
+        size = x.shape[axis]
+        start, end = (_plain_number(where[place]) if len(where) > place else None for place in (1, 2))
+        step = _plain_number(where[3]) if len(where) > 3 else 1
+        if isinstance(size, int):
+            start, end = (_clamped(number, size, default) for number, default in ((start, 0), (end, size)))
+        if (start in (0, None) and step == 1) and shape == x.shape:
+            return x
+        rest = (Number(axis), _number(start), _number(end), Number(step))
+        if axis == -1:
+            return self._rows(_SLICE, (x, *rest), shape, dtype)
+        return Value(self._core(_SLICE, (self._plain(x), *rest), shape, dtype), shape)
+
+    def _plain(self, value: Value) -> Value:
+        """The value, as what is computed in its very shape."""
+        core = self.cores[value.core]
+        if core.shape == value.shape:
+            return value
+        return Value(self._core(_VIEW, (Value(value.core, core.shape),), value.shape, core.dtype), value.shape)
+
+    def _rows(
+        self, name: str, args: tuple[Any, ...], shape: Shape, dtype: Any, along: tuple[int, ...] | None = None
+    ) -> Value:
+        """The value of what works on each row alone: reshapes that keep the last dimension come behind it."""
+        extra = () if along is None else (Number(along),)
+        leads = set()
+        moved: list[Any] = []
+        for arg in args:
+            if not isinstance(arg, Value):
+                moved.append(arg)
+                continue
+            own = self.cores[arg.core].shape
+            if len(arg.shape) == len(shape) and arg.shape[:-1] == shape[:-1] and own and own[-1:] == arg.shape[-1:]:
+                leads.add(own[:-1])
+                moved.append(Value(arg.core, own))
+            elif along is None and all(size == 1 for size in arg.shape[:-1]):
+                moved.append(self._plain(Value(arg.core, arg.shape[-1:])))  # the same for all rows
+            else:
+                leads.add(None)
+        if len(leads) == 1 and None not in leads and shape and along in (None, (-1,)):
+            natural = (*next(iter(leads)), shape[-1])
+            return Value(self._core(name, (*moved, *extra), natural, dtype), shape)
+        plain = _mapped_values(args, self._plain)
+        return Value(self._core(name, (*plain, *extra), shape, dtype), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """A leaf's identity; compared by what it holds."""
+
+    of: Any
+
+
+def _shape(val: torch.Tensor) -> Shape:
+    return tuple(size if type(size) is int else _number(size) for size in val.shape)
+
+
+def _number(value: Any) -> Number:
+    """A constant; symbolic ones by their expression, whole floats like ints."""
+    if isinstance(value, Number):
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        node = value.node
+        return _number(node.constant) if getattr(node, "constant", None) is not None else Number(("symbol", node.expr))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, (list, tuple)):
+            return Number(tuple(map(_number, value)))
+        try:
+            hash(value)
+        except TypeError:
+            return Number(_Identity(id(value)))
+        return Number(value)
+    if isinstance(value, int) and abs(value) > 2**53:
+        return Number(value)
+    return Number("nan") if value != value else Number((float(value), str(float(value))))  # tells -0.0 from 0.0
+
+
+def _plain_number(number: Any) -> Any:
+    """The int behind a number, or the number itself where it is symbolic or None."""
+    value = number.value if isinstance(number, Number) else number
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float):
+        return int(value[0])
+    return value if value is None or isinstance(value, int) else number
+
+
+def constant(number: Number) -> Any:
+    """The Python float behind a number, or None where it is no plain number."""
+    value = number.value
+    return value[0] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) else None
+
+
+def _clamped(number: Any, size: int, default: int) -> Any:
+    if number is None:
+        return default
+    if not isinstance(number, int):
+        return number
+    return min(max(number + size if number < 0 else number, 0), size)
+
+
+def _from_the_end(dims: Any, rank: int) -> tuple[Any, ...]:
+    """Dimensions counted from the last, sorted."""
+    value = dims.value if isinstance(dims, Number) else dims
+    if value is None:
+        return tuple(range(-rank, 0))
+    single = not isinstance(value, (tuple, list)) or (len(value) == 2 and isinstance(value[0], float))
+    several = (dims,) if single else value
+    return tuple(sorted(int(d) - rank if int(d) >= 0 else int(d) for d in map(_plain_number, several)))
+
+
+def _mapped(argument: Any, change: Callable[[Node], Any]) -> Any:
+    if isinstance(argument, Node):
+        return change(argument)
+    if isinstance(argument, (list, tuple)):
+        return tuple(_mapped(item, change) for item in argument)
+    return argument
+
+
+def _mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
+    if isinstance(argument, Value):
+        return change(argument)
+    if isinstance(argument, tuple):
+        return tuple(_mapped_values(item, change) for item in argument)
+    return argument
+
+
+def _filled(target: Any, node: Node, values: dict[Node, Any]) -> tuple[Any, ...]:
+    """The arguments of a call in the order of its schema, defaults at the end left out."""
+    args: list[Any] = []
+    kept = 0
+    for index, parameter in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            value = node.args[index]
+        elif parameter.name in node.kwargs:
+            value = node.kwargs[parameter.name]
+        else:
+            value = parameter.default_value
+        args.append(_argument(value, values))
+        if not (parameter.has_default_value() and args[-1] == _argument(parameter.default_value, values)):
+            kept = index + 1
+    return tuple(args[:kept])
+
+
+def _argument(value: Any, values: dict[Node, Any]) -> Any:
+    if isinstance(value, Node):
+        return values[value]
+    if isinstance(value, (list, tuple)):
+        items = tuple(_argument(item, values) for item in value)
+        return items if any(isinstance(item, (Value, tuple)) for item in items) else Number(items)
+    return _number(value)
+
+
+def values_in(args: Iterable[Any]) -> Iterable[Value]:
+    """All values among arguments, also in lists."""
+    for arg in args:
+        if isinstance(arg, Value):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from values_in(arg)
