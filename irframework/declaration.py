@@ -80,7 +80,7 @@ def register_op(
         activations: Parameters that `maybe_inplace` gives away; default: tensors whose name starts with `x`.
         allow_inplace: Give the op a `maybe_inplace` form, and let implementations overwrite the activations.
         fuse: True if compiled graphs that compute this function's body may be replaced by the op; `ir.supports(...)`
-            also states which arguments the op's kernels may then be given. No pass of this version reads it yet.
+            also states which arguments the op's kernels may then be given.
         optional_outputs: Outputs that may be None, each with the parameter that decides: `{1: "key"}` says that output
             1 is None exactly when the argument `key` is. Such an output is annotated `Tensor | None`.
 

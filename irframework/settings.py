@@ -114,7 +114,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("STRICT", _flag, False, "1: a plugin that fails raises instead of being quarantined"),
     Variable("BATCH_INVARIANT", _flag, False, "1: only implementations declared batch invariant, or native"),
     Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
-    Variable("FUSION", _flag, True, "0: no fusion pass runs (this version has none yet)"),
+    Variable("FUSION", _flag, True, "0: what computes a fused op's definition is not made that op"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
     Variable("CHECK_DONATION", _flag, False, "1: eager calls find who uses a tensor after `maybe_inplace` took it"),

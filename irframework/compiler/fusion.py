@@ -17,19 +17,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import effects_of
+from irframework.compiler.call_arguments import Number, Value, constant
 from irframework.compiler.definitions import Definitions, fake_mode_of
-from irframework.compiler.report import MissedFusion, Report
+from irframework.compiler.matches import Judge, Match, Refused
+from irframework.compiler.report import RAISED, MissedFusion, Report
 from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, derive, stripped
-from irframework.compiler.tracing import contiguous_strides
-from irframework.compiler.values import Number, Value, ValueTable, constant, values_in
-from irframework.dispatch import resolve, why_not_now
-from irframework.impl import IrOpImpl
-from irframework.op import NATIVE, IrOp
+from irframework.compiler.values import ValueTable
+from irframework.op import IrOp
 from irframework.registry import registry
-from irframework.torch_ops import op_of
 
-RAISED = "irframework_raised"  # marks the node of a fused op: if it cannot be lowered, its definition takes its place
 _WAYS = 48  # that a candidate's tensors are tried in
 
 _skeletons: dict[str, tuple[int, list[Skeleton]]] = {}
@@ -44,36 +40,16 @@ def skeletons_of(op: IrOp) -> list[Skeleton]:
 
 
 def worth_a_look(graph: Graph) -> bool:
-    """Whether a graph computes anything that a definition could contain."""
+    """Whether any op can be fused, and the graph computes anything that a definition could contain."""
     return any(op.fuse for op in registry.ops.values()) and any(
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags for node in graph.nodes
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+        for node in graph.nodes
     )
 
 
 def fuse(graph: Graph, report: Report) -> None:
     """Replace what computes a fused op's definition by that op, in place."""
     _Fusion(graph, report).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Match:
-    """A part of the graph that computes an op.
-
-    Attributes:
-        op: The op.
-        arguments: Its arguments: nodes of the graph, numbers, None.
-        outputs: For each output the nodes that compute it.
-        values: The values of the outputs.
-        fakes: Fake tensors of the outputs.
-        inner: All nodes that compute the outputs from the arguments, outputs included.
-    """
-
-    op: IrOp
-    arguments: tuple[Any, ...]
-    outputs: tuple[tuple[Node, ...], ...]
-    values: tuple[Value, ...]
-    fakes: tuple[torch.Tensor, ...]
-    inner: frozenset[Node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +60,6 @@ class _Miss:
     reason: str
 
 
-class _Refused(Exception):  # noqa: N818 -- an answer, not an error
-    """A candidate is not replaced; the text says why."""
-
-
 @dataclass(slots=True)
 class _Fusion:
     graph: Graph
@@ -96,11 +68,13 @@ class _Fusion:
     misses: dict[Node, _Miss] = field(default_factory=dict)
     table: ValueTable = field(init=False)
     position: dict[Node, int] = field(init=False)
+    judge: Judge = field(init=False)
     moved: bool = False
 
     def __post_init__(self) -> None:
         self.table = ValueTable(self.definitions.expand)
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
+        self.judge = Judge(self.table, self.position)
 
     def run(self) -> None:
         self.table.read(self.graph)
@@ -139,9 +113,9 @@ class _Fusion:
             if stripped(self.table, root.core) != core or not self.table.nodes.get(root.core):
                 continue
             try:
-                match = self._match(skeleton, arguments, outputs, fakes)
-                self._check(match, core)
-            except _Refused as refused:
+                match = self.judge.match(skeleton, arguments, outputs, fakes)
+                self.judge.check(match)
+            except Refused as refused:
                 reason = str(refused) or reason
                 if not str(refused):
                     return False
@@ -171,12 +145,16 @@ class _Fusion:
 
     def _nodes_of(self, value: Value) -> list[Node]:
         """Nodes that hold a core, one of each shape, those that stand as the candidate reads them first."""
-        nodes = [node for node in self.table.nodes.get(value.core, ()) if isinstance(node.meta.get("val"), torch.Tensor)]
+        nodes = [
+            node for node in self.table.nodes.get(value.core, ()) if isinstance(node.meta.get("val"), torch.Tensor)
+        ]
         by_shape: dict[Any, Node] = {}
         for node in nodes:
             by_shape.setdefault(self.table.of[node].shape, node)
         own = self.table.cores[value.core].shape
-        return sorted(by_shape.values(), key=lambda n: (self.table.of[n].shape != value.shape, self.table.of[n].shape != own))
+        return sorted(
+            by_shape.values(), key=lambda n: (self.table.of[n].shape != value.shape, self.table.of[n].shape != own)
+        )
 
     def _ints(self, binding: Binding, sample: int) -> list[int]:
         """Whole numbers that the candidate shows: in its constants and sizes."""
@@ -202,108 +180,6 @@ class _Fusion:
         outputs: Any = expansion.graph.output_node().args[0]
         return flat, tuple(node.meta["val"] for node in outputs)
 
-    # --- may it be replaced? -----------------------------------------------------------------------------------
-
-    def _match(
-        self, skeleton: Skeleton, arguments: tuple[Any, ...], values: tuple[Value, ...], fakes: tuple[Any, ...]
-    ) -> _Match:
-        inputs = {argument for argument in arguments if isinstance(argument, Node)}
-        root = self.table.nodes[values[skeleton.root_index].core]
-        last = min(root, key=lambda node: self.position[node])
-        inner = self._between([last], inputs)
-        outputs = []
-        for index, value in enumerate(values):
-            nodes = self.table.nodes.get(value.core, [])
-            chosen = [last] if index == skeleton.root_index else [node for node in nodes if node in inner]
-            if not chosen:  # not on the way to the root: any place that computes it
-                chosen = [node for node in nodes if node not in inputs][:1]
-            if not chosen:
-                raise _Refused(f"its output {index} is computed nowhere here, and would cost extra")
-            outputs.append(tuple(chosen))
-        inner = self._between([node for nodes in outputs for node in nodes], inputs)
-        return _Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner))
-
-    def _between(self, outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
-        """What computes the outputs from the inputs, or from equal values."""
-        equal = {self.table.of[node] for node in inputs}
-        inner: set[Node] = set()
-        todo = list(outputs)
-        while todo:
-            node = todo.pop()
-            if node in inner or node in inputs:
-                continue
-            if node.op in ("placeholder", "output"):
-                raise _Refused(f"it also reads {node.name}")
-            if inner and isinstance(self.table.of.get(node), Value) and self.table.of[node] in equal:
-                continue
-            inner.add(node)
-            todo += node.all_input_nodes
-        return inner
-
-    def _check(self, match: _Match, core: int) -> None:
-        """Raise unless the match may be replaced by the op."""
-        if len(match.inner) == 1 and op_of(next(iter(match.inner)).target) is not None:
-            raise _Refused  # it is that op already, or one with the same definition
-        ops = [node for node in match.inner if op_of(node.target) is not None]
-        if len(ops) == 1 and op_of(ops[0].target)[0] is match.op:  # type: ignore[index]
-            raise _Refused
-        outside = [
-            (node, user)
-            for node in match.inner
-            if not any(node in nodes for nodes in match.outputs)
-            for user in node.users
-            if user not in match.inner
-        ]
-        outside = [(node, user) for node, user in outside if not self._is_free(node, match)]
-        if outside:
-            node, user = min(outside, key=lambda pair: self.position[pair[0]])
-            raise _Refused(f"{node.name}, which it computes on the way, is also used by {user.name}")
-        self._check_order(match)
-        for nodes, fake in zip(match.outputs, match.fakes, strict=True):
-            for node in nodes:
-                self._check_layout(node, fake)
-        values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
-        domain = _outside_of_domain(match.op, values)
-        if domain is not None:
-            raise _Refused(f"outside of the op's domain: {domain}")
-        decision = resolve(match.op, values, mode="inductor")
-        if decision.provider == NATIVE:
-            refused = [c for c in decision.candidates if not c.accepted and c.provider != NATIVE]
-            reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
-            raise _Refused(f"only native would run it{f' ({reasons})' if reasons else ''}")
-
-    def _is_free(self, node: Node, match: _Match) -> bool:
-        """Whether others may go on reading a node without computing anything twice: it only shows an input."""
-        value = self.table.of.get(node)
-        inputs = {self.table.of[a].core for a in match.arguments if isinstance(a, Node)}
-        return isinstance(value, Value) and value.core in inputs
-
-    def _check_order(self, match: _Match) -> None:
-        """No input may depend on an output, and nothing may be overwritten between."""
-        outputs = {node for nodes in match.outputs for node in nodes}
-        first = min(self.position[node] for node in match.inner)
-        seen: set[Node] = set()
-        todo = [argument for argument in match.arguments if isinstance(argument, Node)]
-        while todo:
-            node = todo.pop()
-            if node in seen or self.position[node] < first:
-                continue
-            if node in outputs or node in match.inner:
-                raise _Refused(f"one of its inputs depends on {node.name}, which it computes")
-            seen.add(node)
-            todo += node.all_input_nodes
-        last = max(self.position[node] for node in (*match.inner, *seen))
-        for node, place in self.position.items():
-            if first < place < last and node in self.table.of and effects_of(node).writes:
-                raise _Refused(f"{node.name} overwrites memory in between")
-
-    def _check_layout(self, node: Node, fake: torch.Tensor) -> None:
-        value = node.meta["val"]
-        if value.dtype != fake.dtype:
-            raise _Refused(f"{node.name} has dtype {value.dtype}, the op's output {fake.dtype}")
-        if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
-            raise _Refused(f"{node.name} is not contiguous")
-
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
         """Keep the largest miss at a place."""
         for node, value in self.table.of.items():
@@ -315,7 +191,7 @@ class _Fusion:
 
     # --- the replacement ---------------------------------------------------------------------------------------
 
-    def _replace(self, match: _Match) -> None:
+    def _replace(self, match: Match) -> None:
         outputs = [node for nodes in match.outputs for node in nodes]
         inputs = [argument for argument in match.arguments if isinstance(argument, Node)]
         behind = max((*inputs, *outputs), key=lambda node: self.position[node])
@@ -353,7 +229,7 @@ class _Fusion:
         shape = node.meta["val"].shape
         if not statically_known_true(sym_eq(tuple(shape), tuple(result.meta["val"].shape))):
             with self.graph.inserting_after(fresh[-1]):
-                sizes = [size if type(size) is int else self._size_of(size, node) for size in shape]
+                sizes = [size if type(size) is int else self.judge.sizes[size.node.expr] for size in shape]
                 view = self.graph.call_function(torch.ops.aten.view.default, (result, sizes))
             mode = fake_mode_of((node.meta["val"],))
             assert mode is not None
@@ -364,14 +240,6 @@ class _Fusion:
             fresh.append(view)
             result = view
         node.replace_all_uses_with(result)
-
-    def _size_of(self, size: Any, node: Node) -> Node:
-        for each in self.graph.nodes:
-            val = each.meta.get("val")
-            if isinstance(val, torch.SymInt) and val.node.expr == size.node.expr:
-                return each
-        with self.graph.inserting_before(next(iter(node.users))):
-            raise _Refused(f"a size of {node.name} is no value of the graph")
 
     def _erase(self, inner: Iterable[Node]) -> None:
         for node in sorted(inner, key=lambda node: self.position[node], reverse=True):
@@ -386,20 +254,6 @@ def _in_order() -> list[Skeleton]:
     ops = [op for op in registry.ops.values() if op.fuse]
     found = [skeleton for op in ops for skeleton in skeletons_of(op)]
     return sorted(found, key=lambda skeleton: (-skeleton.size, skeleton.op.name))
-
-
-def _outside_of_domain(op: IrOp, values: tuple[Any, ...]) -> str | None:
-    """Why arguments are outside of what the op's kernels may be given, or None."""
-    if isinstance(op.fuse, bool):
-        return None
-    domain = IrOpImpl(
-        op,
-        "domain",
-        op.native,
-        checks=op.fuse.checks(op.signature, op.tensors),
-        predicates=op.fuse.predicates,
-    )
-    return why_not_now(domain, values)
 
 
 def _sort(graph: Graph) -> None:

@@ -26,7 +26,7 @@ from irframework.compiler.clones import KeptCopy
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
-from irframework.compiler.report import Report, graph_number, location, source_line
+from irframework.compiler.report import RAISED, MissedFusion, Report, graph_number, location, source_line
 from irframework.compiler.tracing import ClosedOverWriteError, contiguous_strides, fake_like, trace
 from irframework.contract import Breach, described_call, titled
 from irframework.dispatch import resolve
@@ -109,18 +109,41 @@ class _Run:
             arguments = self._contiguous_activations(node, op, arguments)
             values = _values(arguments)
         chain = self._extend_chain(node, op, decision.impl)
-        key = (op.name, decision.provider, impl.inplace, *(_argument_key(value) for value in values))
-        template = self.templates.get(key)
-        if template is None:
-            template = self.templates[key] = _make_template(op, impl, values, node)
+        try:
+            template = self._template(op, impl, values, node)
+        except IrError as error:
+            if not node.meta.get(RAISED):
+                raise
+            impl = self._as_it_was(op, impl, node, error)  # whoever wrote the model never asked for that op
+            template = self._template(op, impl, values, node)
         name = self.report.add_decision(node.name, decision)
-        self.settings.selected_impls.setdefault(op.name, {})[name] = decision.provider
+        self.settings.selected_impls.setdefault(op.name, {})[name] = impl.provider
         inserted = inline(self.graph, node, template, arguments)
         self.report.clones_inserted += sum(COPY in new.meta and new.target is _CLONE for new in inserted)
         nested = [new for new in inserted if new.op == "call_function" and op_of(new.target) is not None]
         for new in nested:
             new.meta[_CHAIN] = chain
         return nested
+
+    def _template(self, op: IrOp, impl: IrOpImpl, values: tuple[Any, ...], node: Node) -> Template:
+        key = (op.name, impl.provider, impl.inplace, *(_argument_key(value) for value in values))
+        template = self.templates.get(key)
+        if template is None:
+            template = self.templates[key] = _make_template(op, impl, values, node)
+        return template
+
+    def _as_it_was(self, op: IrOp, impl: IrOpImpl, node: Node, error: IrError) -> IrOpImpl:
+        """What a fused op was made of: its definition, which computes the same."""
+        say_once(
+            logging.WARNING,
+            (impl.name, str(error)),
+            "%s cannot be lowered, so what was fused into op %s is not: %s",
+            titled(impl),
+            op.name,
+            error,
+        )
+        self.report.take_back(MissedFusion(op.name, node.name, f"{impl.provider} cannot be lowered: {error}"))
+        return op.registered[NATIVE]
 
     def _place(self, node: Node) -> bisecting.Lowered:
         return bisecting.Lowered(source_line(node), node.name, graph_number(), self.settings.name)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RAISED = "irframework_raised"  # marks the node of an op that fusion put into a graph
+
 
 @dataclass(frozen=True, slots=True)
 class Donation:
@@ -121,6 +123,13 @@ class Report:
             key = f"{node} #{number}"
         self.decisions[key] = decision
         return key
+
+    def take_back(self, miss: MissedFusion) -> None:
+        """What was fused could not be lowered: it counts as missed."""
+        self.missed_fusions.append(miss)
+        self.fusions[miss.op] -= 1
+        if not self.fusions[miss.op]:
+            del self.fusions[miss.op]
 
     def add_graph(self, stage: str, graph: Graph) -> None:
         """Keep the graph's text as it is after a stage; a second graph of the compile gets a number."""

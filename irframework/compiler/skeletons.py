@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from irframework.codegen import number_type
+from irframework.compiler.call_arguments import Number, Value, constant, values_in
 from irframework.compiler.definitions import Definitions
-from irframework.compiler.values import COMMUTATIVE, ERASED, Number, Value, ValueTable, constant, values_in
+from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -80,6 +81,7 @@ class Binding:
     numbers: dict[str, Number] = field(default_factory=dict)
 
     def copy(self) -> Binding:
+        """The same, to be added to."""
         return Binding(dict(self.cores), dict(self.tensors), dict(self.numbers))
 
 
@@ -105,7 +107,7 @@ def _below(table: ValueTable, core: int) -> set[int]:
     return seen
 
 
-# --- deriving ------------------------------------------------------------------------------------------------------------
+# --- deriving ----------------------------------------------------------------------------------------------
 
 
 def derive(op: IrOp) -> list[Skeleton]:
@@ -217,7 +219,7 @@ def _shape_of_definition(skeleton: Skeleton) -> Any:
     return (repr(sorted(skeleton.fixed.items())), tuple(text(value.core) for value in skeleton.outputs))
 
 
-# --- searching -----------------------------------------------------------------------------------------------------------
+# --- searching ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ Read in torch 2.11 and 2.13: which ops Inductor's decompositions leave, `torch.T
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,21 @@ import torch
 from torch.fx import Graph, Node
 
 from irframework.compiler.aliasing import effects_of
+from irframework.compiler.call_arguments import (
+    Identity,
+    Number,
+    Shape,
+    Value,
+    clamped,
+    filled_arguments,
+    from_the_end,
+    mapped_nodes,
+    mapped_values,
+    number,
+    plain_number,
+    shape_of,
+    values_in,
+)
 from irframework.torch_ops import op_of
 
 _SAME = {"aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy", "irframework::donate"}
@@ -32,28 +47,6 @@ _ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
 _SLICE, _VIEW, _EXPAND, CONVERT = "aten::slice", "view", "aten::expand", "convert"
 ERASED = frozenset({CONVERT, _VIEW, _EXPAND})  # cores that a skeleton looks through
 COMMUTATIVE = frozenset(_COMMUTATIVE)
-
-Shape = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a node computes.
-
-    Attributes:
-        core: Number of what is computed.
-        shape: In which shape it stands.
-    """
-
-    core: int
-    shape: Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A constant argument: equal if torch treats it as equal."""
-
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +153,9 @@ class ValueTable:
         if isinstance(val, (list, tuple)):
             return tuple(self.leaf((identity, index), item) for index, item in enumerate(val))
         if not isinstance(val, torch.Tensor):
-            return _number(val)
-        shape = _shape(val)
-        return Value(self._core("leaf", (Number(_Identity(identity)),), shape, val.dtype), shape)
+            return number(val)
+        shape = shape_of(val)
+        return Value(self._core("leaf", (Number(Identity(identity)),), shape, val.dtype), shape)
 
     def _core(self, target: str, args: tuple[Any, ...], shape: Shape, dtype: Any) -> int:
         key = (target, args, shape, dtype, self.epoch if target != "leaf" else 0)
@@ -177,8 +170,10 @@ class ValueTable:
         val = node.meta.get("val")
         target: Any = node.target
         if target is operator.getitem:
-            whole = values[node.args[0]]  # type: ignore[index]
-            return whole[node.args[1]] if isinstance(whole, tuple) else self.leaf(node, val)
+            source: Any = node.args[0]
+            index: Any = node.args[1]
+            whole = values[source]
+            return whole[index] if isinstance(whole, tuple) else self.leaf(node, val)
         if val is None or not isinstance(target, torch._ops.OpOverload):
             return self.leaf(node, val)
         if torch.Tag.nondeterministic_seeded in target.tags:
@@ -189,8 +184,8 @@ class ValueTable:
             if value is not None:
                 return value
         if not isinstance(val, torch.Tensor) and not isinstance(val, (list, tuple)):
-            return _number(val)
-        return self._torch_op(target, _filled(target, node, values), val)
+            return number(val)
+        return self._torch_op(target, filled_arguments(target, node, values), val)
 
     def _ir_op(self, op: Any, node: Node, values: dict[Node, Any]) -> Any:
         """The value of an IR op: by its definition if that can be fused, else as one op.
@@ -198,15 +193,15 @@ class ValueTable:
         Of an op that is one, the definition still tells whether it works row by row.
         """
         arguments = op.bind(node.args, node.kwargs)
-        given = _mapped(arguments, lambda argument: values[argument])
+        given = mapped_nodes(arguments, lambda argument: values[argument])
         expansion = None
         if op.fuse or any(self.cores[value.core].shape != value.shape for value in values_in(given)):
-            fakes = _mapped(arguments, lambda argument: argument.meta["val"])
+            fakes = mapped_nodes(arguments, lambda argument: argument.meta["val"])
             expansion = self.expand(op, fakes, node.meta["val"])
         results = None if expansion is None else self.outputs(expansion, given)
         if op.fuse and results is not None:
             return results
-        args = tuple(each if isinstance(each, (Value, tuple)) else _number(each) for each in given)
+        args = tuple(each if isinstance(each, (Value, tuple)) else number(each) for each in given)
         return self._one_op(f"irframework::{op.name}", args, results, node.meta["val"])
 
     def _one_op(self, name: str, args: tuple[Any, ...], results: Any, val: Any) -> Any:
@@ -214,12 +209,12 @@ class ValueTable:
         several = isinstance(val, (list, tuple))
         vals = list(val) if several else [val]
         wanted = [None] * len(vals) if results is None else list(results) if several else [results]
-        moved = _mapped_values(args, lambda value: Value(value.core, self.cores[value.core].shape))
-        plain = _mapped_values(args, self._plain)
+        moved = mapped_values(args, lambda value: Value(value.core, self.cores[value.core].shape))
+        plain = mapped_values(args, self._plain)
         outputs = []
         for index, (item, result) in enumerate(zip(vals, wanted, strict=True)):
             word = f"{name}[{index}]" if several else name
-            shape = _shape(item)
+            shape = shape_of(item)
             if isinstance(result, Value) and self.cores[result.core].shape != result.shape:  # reshapes came behind it
                 natural = self.cores[result.core].shape
                 outputs.append(Value(self._core(word, moved, natural, item.dtype), shape))
@@ -232,7 +227,7 @@ class ValueTable:
         given = []
         for index, item in expansion.places:
             argument = arguments[index] if item is None else arguments[index][item]
-            given.append(argument if isinstance(argument, (Value, Number)) else _number(argument))
+            given.append(argument if isinstance(argument, (Value, Number)) else number(argument))
         results = self.run(expansion.graph, given)
         return results if expansion.is_tuple else results[0]
 
@@ -240,7 +235,7 @@ class ValueTable:
         name = target._schema.name
         if isinstance(val, (list, tuple)):
             return self._several(name, args, val)
-        shape, dtype = _shape(val), val.dtype
+        shape, dtype = shape_of(val), val.dtype
         first = args[0] if args else None
         if isinstance(first, Value):
             if name in _SAME or (name in _RESHAPES and target._overloadname != "dtype"):
@@ -253,10 +248,10 @@ class ValueTable:
                 return self._slice(first, args[1:], shape, dtype)
             if name == _EXPAND and first.shape == shape:
                 return first
-            if name == "aten::pow" and args[1] == _number(2):
+            if name == "aten::pow" and args[1] == number(2):
                 return self._rows("aten::mul", (first, first), shape, dtype)
             if name in _ROW_REDUCTIONS:
-                dims = _from_the_end(args[1] if len(args) > 1 else Number(None), len(first.shape))
+                dims = from_the_end(args[1] if len(args) > 1 else Number(None), len(first.shape))
                 keeps = len(args) > 2 and args[2] == Number(True)
                 rest = (Number(dims), *args[2:])
                 if dims == (-1,) and keeps:
@@ -268,39 +263,39 @@ class ValueTable:
             return self._rows(name, args, shape, dtype)
         if name == "aten::cat":
             parts: tuple[Any, ...] = args[0]
-            dim = _from_the_end(args[1] if len(args) > 1 else Number(0), len(shape))
+            dim = from_the_end(args[1] if len(args) > 1 else Number(0), len(shape))
             return self._rows(name, parts, shape, dtype, along=dim)
-        return Value(self._core(name, _mapped_values(args, self._plain), shape, dtype), shape)
+        return Value(self._core(name, mapped_values(args, self._plain), shape, dtype), shape)
 
     def _several(self, name: str, args: tuple[Any, ...], val: Sequence[Any]) -> tuple[Any, ...]:
         first = args[0] if args else None
         if name in ("aten::split", "aten::split_with_sizes", "aten::chunk") and isinstance(first, Value):
             dim = args[2] if len(args) > 2 else Number(0)
-            axis, start, parts = _from_the_end(dim, len(first.shape))[0], 0, []
+            axis, start, parts = from_the_end(dim, len(first.shape))[0], 0, []
             for item in val:
                 end = start + item.shape[axis]
-                where = (Number(axis), _number(start), _number(end), Number(1))
-                parts.append(self._slice(first, where, _shape(item), item.dtype))
+                where = (Number(axis), number(start), number(end), Number(1))
+                parts.append(self._slice(first, where, shape_of(item), item.dtype))
                 start = end
             return tuple(parts)
-        plain = _mapped_values(args, self._plain)
+        plain = mapped_values(args, self._plain)
         return tuple(
-            Value(self._core(f"{name}[{index}]", plain, _shape(item), item.dtype), _shape(item))
+            Value(self._core(f"{name}[{index}]", plain, shape_of(item), item.dtype), shape_of(item))
             if isinstance(item, torch.Tensor)
-            else _number(item)
+            else number(item)
             for index, item in enumerate(val)
         )
 
     def _slice(self, x: Value, where: Sequence[Any], shape: Shape, dtype: Any) -> Value:
-        axis = _from_the_end(where[0] if where else Number(0), len(shape))[0]
+        axis = from_the_end(where[0] if where else Number(0), len(shape))[0]
         size = x.shape[axis]
-        start, end = (_plain_number(where[place]) if len(where) > place else None for place in (1, 2))
-        step = _plain_number(where[3]) if len(where) > 3 else 1
+        start, end = (plain_number(where[place]) if len(where) > place else None for place in (1, 2))
+        step = plain_number(where[3]) if len(where) > 3 else 1
         if isinstance(size, int):
-            start, end = (_clamped(number, size, default) for number, default in ((start, 0), (end, size)))
+            start, end = (clamped(number, size, default) for number, default in ((start, 0), (end, size)))
         if (start in (0, None) and step == 1) and shape == x.shape:
             return x
-        rest = (Number(axis), _number(start), _number(end), Number(step))
+        rest = (Number(axis), number(start), number(end), Number(step))
         if axis == -1:
             return self._rows(_SLICE, (x, *rest), shape, dtype)
         return Value(self._core(_SLICE, (self._plain(x), *rest), shape, dtype), shape)
@@ -317,7 +312,7 @@ class ValueTable:
     ) -> Value:
         """The value of what works on each row alone: reshapes that keep the last dimension come behind it."""
         extra = () if along is None else (Number(along),)
-        leads = set()
+        leads: set[Shape | None] = set()
         moved: list[Any] = []
         for arg in args:
             if not isinstance(arg, Value):
@@ -332,121 +327,7 @@ class ValueTable:
             else:
                 leads.add(None)
         if len(leads) == 1 and None not in leads and shape and along in (None, (-1,)):
-            natural = (*next(iter(leads)), shape[-1])
+            natural = (*(leads.pop() or ()), shape[-1])
             return Value(self._core(name, (*moved, *extra), natural, dtype), shape)
-        plain = _mapped_values(args, self._plain)
+        plain = mapped_values(args, self._plain)
         return Value(self._core(name, (*plain, *extra), shape, dtype), shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Identity:
-    """A leaf's identity; compared by what it holds."""
-
-    of: Any
-
-
-def _shape(val: torch.Tensor) -> Shape:
-    return tuple(size if type(size) is int else _number(size) for size in val.shape)
-
-
-def _number(value: Any) -> Number:
-    """A constant; symbolic ones by their expression, whole floats like ints."""
-    if isinstance(value, Number):
-        return value
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        node = value.node
-        return _number(node.constant) if getattr(node, "constant", None) is not None else Number(("symbol", node.expr))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        if isinstance(value, (list, tuple)):
-            return Number(tuple(map(_number, value)))
-        try:
-            hash(value)
-        except TypeError:
-            return Number(_Identity(id(value)))
-        return Number(value)
-    if isinstance(value, int) and abs(value) > 2**53:
-        return Number(value)
-    return Number("nan") if value != value else Number((float(value), str(float(value))))  # tells -0.0 from 0.0
-
-
-def _plain_number(number: Any) -> Any:
-    """The int behind a number, or the number itself where it is symbolic or None."""
-    value = number.value if isinstance(number, Number) else number
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float):
-        return int(value[0])
-    return value if value is None or isinstance(value, int) else number
-
-
-def constant(number: Number) -> Any:
-    """The Python float behind a number, or None where it is no plain number."""
-    value = number.value
-    return value[0] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) else None
-
-
-def _clamped(number: Any, size: int, default: int) -> Any:
-    if number is None:
-        return default
-    if not isinstance(number, int):
-        return number
-    return min(max(number + size if number < 0 else number, 0), size)
-
-
-def _from_the_end(dims: Any, rank: int) -> tuple[Any, ...]:
-    """Dimensions counted from the last, sorted."""
-    value = dims.value if isinstance(dims, Number) else dims
-    if value is None:
-        return tuple(range(-rank, 0))
-    single = not isinstance(value, (tuple, list)) or (len(value) == 2 and isinstance(value[0], float))
-    several = (dims,) if single else value
-    return tuple(sorted(int(d) - rank if int(d) >= 0 else int(d) for d in map(_plain_number, several)))
-
-
-def _mapped(argument: Any, change: Callable[[Node], Any]) -> Any:
-    if isinstance(argument, Node):
-        return change(argument)
-    if isinstance(argument, (list, tuple)):
-        return tuple(_mapped(item, change) for item in argument)
-    return argument
-
-
-def _mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
-    if isinstance(argument, Value):
-        return change(argument)
-    if isinstance(argument, tuple):
-        return tuple(_mapped_values(item, change) for item in argument)
-    return argument
-
-
-def _filled(target: Any, node: Node, values: dict[Node, Any]) -> tuple[Any, ...]:
-    """The arguments of a call in the order of its schema, defaults at the end left out."""
-    args: list[Any] = []
-    kept = 0
-    for index, parameter in enumerate(target._schema.arguments):
-        if index < len(node.args):
-            value = node.args[index]
-        elif parameter.name in node.kwargs:
-            value = node.kwargs[parameter.name]
-        else:
-            value = parameter.default_value
-        args.append(_argument(value, values))
-        if not (parameter.has_default_value() and args[-1] == _argument(parameter.default_value, values)):
-            kept = index + 1
-    return tuple(args[:kept])
-
-
-def _argument(value: Any, values: dict[Node, Any]) -> Any:
-    if isinstance(value, Node):
-        return values[value]
-    if isinstance(value, (list, tuple)):
-        items = tuple(_argument(item, values) for item in value)
-        return items if any(isinstance(item, (Value, tuple)) for item in items) else Number(items)
-    return _number(value)
-
-
-def values_in(args: Iterable[Any]) -> Iterable[Value]:
-    """All values among arguments, also in lists."""
-    for arg in args:
-        if isinstance(arg, Value):
-            yield arg
-        elif isinstance(arg, tuple):
-            yield from values_in(arg)

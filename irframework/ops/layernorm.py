@@ -70,7 +70,7 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, variance_size: int | 
         )
 
 
-@register_op(fuse=True)
+@register_op
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Divide each row by its root mean square, and scale it by a weight.
 

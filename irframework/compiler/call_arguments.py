@@ -1,0 +1,155 @@
+"""Arguments of calls in a form that compares: values, constants, and tuples of these.
+
+Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), dimensions
+counted from the last, and the filling in of defaults. Does not know what an op computes (`values.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+Shape = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a node computes.
+
+    Attributes:
+        core: Number of what is computed.
+        shape: In which shape it stands.
+    """
+
+    core: int
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A constant argument: equal if torch treats it as equal."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A leaf's identity; compared by what it holds."""
+
+    of: Any
+
+
+def shape_of(val: torch.Tensor) -> Shape:
+    """The shape of a fake tensor; symbolic sizes as constants."""
+    return tuple(size if type(size) is int else number(size) for size in val.shape)
+
+
+def number(value: Any) -> Number:
+    """A constant; symbolic ones by their expression, whole floats like ints."""
+    if isinstance(value, Number):
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        node = value.node
+        return number(node.constant) if getattr(node, "constant", None) is not None else Number(("symbol", node.expr))
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, (list, tuple)):
+            return Number(tuple(map(number, value)))
+        try:
+            hash(value)
+        except TypeError:
+            return Number(Identity(id(value)))
+        return Number(value)
+    if isinstance(value, int) and abs(value) > 2**53:
+        return Number(value)
+    return Number("nan") if value != value else Number((float(value), str(float(value))))  # tells -0.0 from 0.0
+
+
+def plain_number(number: Any) -> Any:
+    """The int behind a number, or the number itself where it is symbolic or None."""
+    value = number.value if isinstance(number, Number) else number
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float):
+        return int(value[0])
+    return value if value is None or isinstance(value, int) else number
+
+
+def constant(number: Number) -> Any:
+    """The Python float behind a number, or None where it is no plain number."""
+    value = number.value
+    return value[0] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) else None
+
+
+def clamped(number: Any, size: int, default: int) -> Any:
+    """A bound of a slice, counted from the start and within the size."""
+    if number is None:
+        return default
+    if not isinstance(number, int):
+        return number
+    return min(max(number + size if number < 0 else number, 0), size)
+
+
+def from_the_end(dims: Any, rank: int) -> tuple[Any, ...]:
+    """Dimensions counted from the last, sorted."""
+    value = dims.value if isinstance(dims, Number) else dims
+    if value is None:
+        return tuple(range(-rank, 0))
+    single = not isinstance(value, (tuple, list)) or (len(value) == 2 and isinstance(value[0], float))
+    several = (dims,) if single else value
+    return tuple(sorted(int(d) - rank if int(d) >= 0 else int(d) for d in map(plain_number, several)))
+
+
+def mapped_nodes(argument: Any, change: Callable[[Node], Any]) -> Any:
+    """The arguments with every node changed."""
+    if isinstance(argument, Node):
+        return change(argument)
+    if isinstance(argument, (list, tuple)):
+        return tuple(mapped_nodes(item, change) for item in argument)
+    return argument
+
+
+def mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
+    """The arguments with every value changed."""
+    if isinstance(argument, Value):
+        return change(argument)
+    if isinstance(argument, tuple):
+        return tuple(mapped_values(item, change) for item in argument)
+    return argument
+
+
+def filled_arguments(target: Any, node: Node, values: dict[Node, Any]) -> tuple[Any, ...]:
+    """The arguments of a call in the order of its schema, defaults at the end left out."""
+    args: list[Any] = []
+    kept = 0
+    for index, parameter in enumerate(target._schema.arguments):
+        if index < len(node.args):
+            value = node.args[index]
+        elif parameter.name in node.kwargs:
+            value = node.kwargs[parameter.name]
+        else:
+            value = parameter.default_value
+        args.append(argument_value(value, values))
+        if not (parameter.has_default_value() and args[-1] == argument_value(parameter.default_value, values)):
+            kept = index + 1
+    return tuple(args[:kept])
+
+
+def argument_value(value: Any, values: dict[Node, Any]) -> Any:
+    """An argument of a node, with values for nodes."""
+    if isinstance(value, Node):
+        return values[value]
+    if isinstance(value, (list, tuple)):
+        items = tuple(argument_value(item, values) for item in value)
+        return items if any(isinstance(item, (Value, tuple)) for item in items) else Number(items)
+    return number(value)
+
+
+def values_in(args: Iterable[Any]) -> Iterable[Value]:
+    """All values among arguments, also in lists."""
+    for arg in args:
+        if isinstance(arg, Value):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from values_in(arg)

@@ -1,0 +1,197 @@
+"""Whether a part of a graph that computes an op's definition may be replaced by the op.
+
+Owns what a match is, and everything that forbids one: other readers, cycles, writes in between, other dtypes or
+layouts, arguments outside of the op's domain, a choice of native. Finds nothing and changes no graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from irframework.compiler.aliasing import effects_of
+from irframework.compiler.call_arguments import Value
+from irframework.compiler.skeletons import Skeleton
+from irframework.compiler.tracing import contiguous_strides
+from irframework.compiler.values import ValueTable
+from irframework.dispatch import resolve, why_not_now
+from irframework.impl import IrOpImpl
+from irframework.op import NATIVE, IrOp
+from irframework.torch_ops import op_of
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A part of the graph that computes an op.
+
+    Attributes:
+        op: The op.
+        arguments: Its arguments: nodes of the graph, numbers, None.
+        outputs: For each output the nodes that compute it.
+        values: The values of the outputs.
+        fakes: Fake tensors of the outputs.
+        inner: All nodes that compute the outputs from the arguments, outputs included.
+    """
+
+    op: IrOp
+    arguments: tuple[Any, ...]
+    outputs: tuple[tuple[Node, ...], ...]
+    values: tuple[Value, ...]
+    fakes: tuple[torch.Tensor, ...]
+    inner: frozenset[Node]
+
+
+class Refused(Exception):  # noqa: N818 -- an answer, not an error
+    """A candidate is not replaced; the text says why."""
+
+
+@dataclass(slots=True)
+class Judge:
+    """Knows one graph.
+
+    Attributes:
+        table: Its values.
+        position: The order of its nodes.
+        sizes: Its inputs that are symbolic sizes, by their expression.
+    """
+
+    table: ValueTable
+    position: dict[Node, int]
+    sizes: dict[Any, Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        inputs = [node for node in self.position if node.op == "placeholder"]
+        symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
+        self.sizes = {node.meta["val"].node.expr: node for node in symbols}
+
+    def match(
+        self, skeleton: Skeleton, arguments: tuple[Any, ...], values: tuple[Value, ...], fakes: tuple[Any, ...]
+    ) -> Match:
+        """The part of the graph that computes these values from these arguments.
+
+        Raises:
+            Refused: There is no such part, or it computes less than the op does.
+        """
+        inputs = {argument for argument in arguments if isinstance(argument, Node)}
+        root = self.table.nodes[values[skeleton.root_index].core]
+        last = min(root, key=lambda node: self.position[node])
+        inner = self._between([last], inputs)
+        outputs = []
+        for index, value in enumerate(values):
+            nodes = self.table.nodes.get(value.core, [])
+            chosen = [last] if index == skeleton.root_index else [node for node in nodes if node in inner]
+            if not chosen:  # not on the way to the root: any place that computes it
+                chosen = [node for node in nodes if node not in inputs][:1]
+            if not chosen:
+                raise Refused(f"its output {index} is computed nowhere here, and would cost extra")
+            outputs.append(tuple(chosen))
+        inner = self._between([node for nodes in outputs for node in nodes], inputs)
+        return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner))
+
+    def _between(self, outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
+        """What computes the outputs from the inputs, or from equal values."""
+        equal = {self.table.of[node] for node in inputs}
+        inner: set[Node] = set()
+        todo = list(outputs)
+        while todo:
+            node = todo.pop()
+            if node in inner or node in inputs:
+                continue
+            if node.op in ("placeholder", "output"):
+                raise Refused(f"it also reads {node.name}")
+            if inner and isinstance(self.table.of.get(node), Value) and self.table.of[node] in equal:
+                continue
+            inner.add(node)
+            todo += node.all_input_nodes
+        return inner
+
+    def check(self, match: Match) -> None:
+        """Raise unless the match may be replaced by the op.
+
+        Raises:
+            Refused: It may not; without a text where that is no miss.
+        """
+        if len(match.inner) == 1 and op_of(next(iter(match.inner)).target) is not None:
+            raise Refused  # it is that op already, or one with the same definition
+        ops = [node for node in match.inner if op_of(node.target) is not None]
+        if len(ops) == 1 and op_of(ops[0].target)[0] is match.op:  # type: ignore[index]
+            raise Refused
+        outside = [
+            (node, user)
+            for node in match.inner
+            if not any(node in nodes for nodes in match.outputs)
+            for user in node.users
+            if user not in match.inner
+        ]
+        outside = [(node, user) for node, user in outside if not self._is_free(node, match)]
+        if outside:
+            node, user = min(outside, key=lambda pair: self.position[pair[0]])
+            raise Refused(f"{node.name}, which it computes on the way, is also used by {user.name}")
+        self._check_order(match)
+        for nodes, fake in zip(match.outputs, match.fakes, strict=True):
+            for node in nodes:
+                self._check_layout(node, fake)
+        values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
+        domain = _outside_of_domain(match.op, values)
+        if domain is not None:
+            raise Refused(f"outside of the op's domain: {domain}")
+        decision = resolve(match.op, values, mode="inductor")
+        if decision.provider == NATIVE:
+            refused = [c for c in decision.candidates if not c.accepted and c.provider != NATIVE]
+            reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
+            raise Refused(f"only native would run it{f' ({reasons})' if reasons else ''}")
+
+    def _is_free(self, node: Node, match: Match) -> bool:
+        """Whether others may go on reading a node without computing anything twice: it only shows an input."""
+        value = self.table.of.get(node)
+        inputs = {self.table.of[a].core for a in match.arguments if isinstance(a, Node)}
+        return isinstance(value, Value) and value.core in inputs
+
+    def _check_order(self, match: Match) -> None:
+        """No input may depend on an output, and nothing may be overwritten between."""
+        outputs = {node for nodes in match.outputs for node in nodes}
+        first = min(self.position[node] for node in match.inner)
+        seen: set[Node] = set()
+        todo = [argument for argument in match.arguments if isinstance(argument, Node)]
+        while todo:
+            node = todo.pop()
+            if node in seen or self.position[node] < first:
+                continue
+            if node in outputs or node in match.inner:
+                raise Refused(f"one of its inputs depends on {node.name}, which it computes")
+            seen.add(node)
+            todo += node.all_input_nodes
+        last = max(self.position[node] for node in (*match.inner, *seen))
+        for node, place in self.position.items():
+            if first < place < last and node in self.table.of and effects_of(node).writes:
+                raise Refused(f"{node.name} overwrites memory in between")
+
+    def _check_layout(self, node: Node, fake: torch.Tensor) -> None:
+        value = node.meta["val"]
+        if value.dtype != fake.dtype:
+            raise Refused(f"{node.name} has dtype {value.dtype}, the op's output {fake.dtype}")
+        if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
+            raise Refused(f"{node.name} is not contiguous")
+        if value.dim() != fake.dim():
+            for size in value.shape:
+                if type(size) is not int and size.node.expr not in self.sizes:
+                    raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
+
+
+def _outside_of_domain(op: IrOp, values: tuple[Any, ...]) -> str | None:
+    """Why arguments are outside of what the op's kernels may be given, or None."""
+    if isinstance(op.fuse, bool):
+        return None
+    domain = IrOpImpl(
+        op,
+        "domain",
+        op.native,
+        checks=op.fuse.checks(op.signature, op.tensors),
+        predicates=op.fuse.predicates,
+    )
+    return why_not_now(domain, values)
