@@ -17,6 +17,7 @@ NUMPY = (
     "ignore:invalid value encountered",
     "ignore:divide by zero encountered",
     "ignore:Conversion of an array with ndim",
+    "ignore:All-NaN slice encountered",
 )
 HERE = Path(__file__).parent
 

@@ -32,6 +32,7 @@ MODULES = {
     "group_codes_kernel": "group_codes",
     "largest_kernel": "group_codes",
     "tensor_codes_kernel": "group_codes",
+    "routing_kernel": "routing",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
@@ -111,8 +112,20 @@ CASES = [
     Case("largest_kernel", 8, {"tile_rows": 1, "block": 4096}),
     Case("tensor_codes_kernel", 4, {**ELEMENTS, "block": 2048, "parts": 512, "hardware": True}),
 ]
+# Tokens of 256 experts, and of 256 in 8 groups: they are not what memory is read for, so how it is read is not tested.
+ROUTING = {"top_k": 8, "top_block": 8, "renormalize": True, "tile_rows": 2}
+FEW = [
+    Case("routing_kernel", 2, {
+        **ROUTING, "groups": 1, "members": 256, "top_groups": 0, "counted": 1, "by_logits": True, "has_bias": False,
+        "scoring": 0, "group_block": 1, "member_block": 256,
+    }),
+    Case("routing_kernel", 2, {
+        **ROUTING, "groups": 8, "members": 32, "top_groups": 4, "counted": 2, "by_logits": False, "has_bias": True,
+        "scoring": 1, "group_block": 8, "member_block": 32,
+    }),
+]  # fmt: skip
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
-MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES)}.values())
+MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES + FEW)}.values())
 STAYING = [replace(case, constants=case.constants | {"resident": 1}) for case in (CASES[4], CASES[9])]
 
 
@@ -138,7 +151,7 @@ def compiled(
     types = dict.fromkeys(kernel.arg_names, number) | dict.fromkeys(TENSORS, f"*{element}")
     types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64", "slots": "*i64"}
     types |= {"first": epsilon, "second": epsilon}
-    types["most"] = "*i32"
+    types |= {"most": "*i32", "logits": "*bf16", "bias": "*fp32", "weights": "*fp32", "ids": "*i32", "factor": epsilon}
     if case.constants.get("codes", "hardware" in case.constants):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes") == INT8:
@@ -169,7 +182,7 @@ def cold_cache(tmp_path_factory):
 
 def on(*targets: str) -> list[Any]:
     """All cases for the first of some targets, the main ones for its relatives."""
-    pairs = [(case, target) for target in targets for case in (CASES if target == targets[0] else MAIN)]
+    pairs = [(case, target) for target in targets for case in (CASES + FEW if target == targets[0] else MAIN)]
     return [pytest.param(case, target, id=f"{target}-{case}") for case, target in pairs]
 
 
@@ -246,6 +259,7 @@ ONES = {
     "activation_kernel": ("length", "x_stride"),
     "group_codes_kernel": ("groups", "batches", "x_stride"),
     "largest_kernel": ("length", "x_stride"),
+    "routing_kernel": ("logits_stride",),
     "tensor_codes_kernel": ("length", "x_stride"),
 }
 
@@ -283,7 +297,7 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
     assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.constants.get("is_neox", True)], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES + FEW if case.constants.get("is_neox", True)], ids=str)
 def test_registers_are_not_spilled(case, tmp_path):
     (tmp_path / "kernel.cubin").write_bytes(compiled(case, "sm_90", aligned=True).asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def kernels():
-    from irframework_triton_kernels.kernels import activations, gated, group_codes, kv_cache, norms, rotary
+    from irframework_triton_kernels.kernels import activations, gated, group_codes, kv_cache, norms, rotary, routing
 
     return (
         norms.rms_norm_kernel,
@@ -24,6 +24,7 @@ def kernels():
         group_codes.group_codes_kernel,
         group_codes.largest_kernel,
         group_codes.tensor_codes_kernel,
+        routing.routing_kernel,
     )
 
 

@@ -137,6 +137,33 @@ def test_more_elements_than_32_bits_count_are_quantised():
     assert torch.equal(q[-1:].view(torch.uint8).cpu(), want[0].view(torch.uint8))
 
 
+def assert_routed_as_on_cpu(name: str, logits: Tensor, *more: object, all_alike: bool) -> None:
+    """As native on the CPU; where scores differ by the last bit only, a few may be chosen otherwise."""
+    op = getattr(ir.ops, name)
+    weights, ids = (t.cpu() for t in op(logits, *more))
+    want, want_ids = op.native(logits.cpu(), *map(on_cpu, more))
+    same = (ids == want_ids).all(-1)
+    assert same.all() if all_alike else same.float().mean() > 0.99
+    torch.testing.assert_close(weights[same], want[same], rtol=4e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8), (160, 6), (256, 8), (512, 22)])
+def test_the_experts_of_native_are_chosen(dtype, experts, top_k):
+    logits, bias = random(700, experts, dtype=dtype), random(experts) / 4
+    for scoring in ("softmax", "sigmoid"):
+        for x in (logits, logits.round()):
+            assert_routed_as_on_cpu("fused_topk", x, top_k, True, scoring, all_alike=True)
+        groups, best = (8, 4) if experts % 8 == 0 and experts > 8 else (4, 3)
+        assert_routed_as_on_cpu(
+            "grouped_topk", logits.round(), top_k, groups, best, True, scoring, None, 2.5, all_alike=True
+        )
+        for given in (bias, bias.to(dtype), None):
+            assert_routed_as_on_cpu(
+                "grouped_topk", logits, top_k, groups, best, False, scoring, given, 1.0, all_alike=False
+            )
+
+
 CALLS = {
     "gelu_new": lambda: (random(7, 256),),
     "relu2": lambda: (random(7, 256),),
@@ -147,6 +174,8 @@ CALLS = {
     "tensor_quant_fp8": lambda: (random(7, 256),),
     "group_quant_fp8": lambda: (random(7, 256), 64, True, True),
     "dynamic_quant_int8": lambda: (random(7, 256),),
+    "fused_topk": lambda: (random(7, 256), 8, True),
+    "grouped_topk": lambda: (random(7, 256), 8, 8, 4, True, "sigmoid", random(256), 2.5),
     "gemma_rms_norm": lambda: (random(7, 256), random(256), EPSILON),
 }
 

@@ -95,7 +95,7 @@ def test_what_quantises_is_one_visible_launch_that_writes_its_results_only(kerne
 
 
 def test_further_implementations_write_their_results_only(kernels, tracer):
-    from irframework_triton_kernels import gemma_norms, quantizations
+    from irframework_triton_kernels import gemma_norms, quantizations, routing
 
     x, weight = tracer.rows(8, 4096), tracer.fixed(4096)
     assert tracer.written(quantizations.dynamic_quant_int8, x) == ["y", "code_scale"]
@@ -106,6 +106,11 @@ def test_further_implementations_write_their_results_only(kernels, tracer):
     assert largest.kwargs["tensors_to_clone"] == ["most"]
     assert codes.kwargs["tensors_to_clone"] == ["y", "code_scale"]
     assert tracer.written(lambda x, w: gemma_norms.gemma_rms_norm(x, w, 1e-6), x, weight) == ["y"]
+    assert tracer.written(lambda x: routing.fused_topk(x, 8), x) == ["weights", "ids"]
+    assert tracer.written(lambda x, w: routing.grouped_topk(x, 8, 8, 4, True, "sigmoid", w), x, weight) == [
+        "weights",
+        "ids",
+    ]
     function = gemma_norms.fused_add_gemma_rms_norm
     assert tracer.written(lambda x, w: function(x, x, w, 1e-6), x, weight) == ["y", "residual"]
     assert not tracer.environment.guards

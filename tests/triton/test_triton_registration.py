@@ -38,6 +38,8 @@ OPS = (
     "dynamic_quant_int8",
     "gemma_rms_norm",
     "fused_add_gemma_rms_norm",
+    "fused_topk",
+    "grouped_topk",
 )
 # What the other tokens are changes a token's codes there.
 DEPENDENT = ("tensor_quant_fp8",)
@@ -204,6 +206,26 @@ def test_activating_something_else_is_refused_with_the_reason(impl, name, argume
 )
 def test_groups_of_something_else_are_refused_with_the_reason(impl, arguments, why):
     assert why in reason(impl("group_quant_fp8").supports_args(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("fused_topk", (X.double(), 2), "router_logits is float64"),
+        ("fused_topk", (X, 9), "top_k is 9"),
+        ("fused_topk", (X, 0), "top_k is 0"),
+        ("fused_topk", (X, 2, True, "relu"), "scoring is 'relu'"),
+        ("fused_topk", (torch.ones(1, 5000), 2), "5000 experts"),
+        ("grouped_topk", (X, 2, 3, 1), "num_groups is 3"),
+        ("grouped_topk", (X, 2, 4, 5), "top_groups is 5"),
+        ("grouped_topk", (X, 3, 4, 1), "top_groups is 1"),
+        ("grouped_topk", (torch.ones(1, 3900), 2, 1300, 2), "8192 when padded"),
+        ("grouped_topk", (X, 2, 4, 2, True, "softmax", torch.ones(4)), "correction_bias has shape"),
+        ("grouped_topk", (X, 2, 4, 2, True, "softmax", W.double()), "correction_bias is float64"),
+    ],
+)
+def test_choosing_something_else_is_refused_with_the_reason(impl, name, arguments, why):
+    assert why in reason(impl(name).supports_args(*arguments))
 
 
 P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)

@@ -21,6 +21,8 @@ _HEADS_TILE = 1024
 _WIDEST_WARP = 64  # threads, on AMD devices
 MANY_ROWS = 1024
 LONGEST_GROUP = 16384
+MOST_EXPERTS = 4096
+_EXPERTS_TILE = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a launch looks for the tile of a kind
@@ -140,6 +142,13 @@ def group_tile(group_size: int) -> Tile:
     """Tile for groups of a row, each of which is reduced alone."""
     block = power_of_two(group_size)
     return Tile(max(1, _SMALLEST_TILE // block), block, True, _warps(max(block, _SMALLEST_TILE), 16, 4))
+
+
+@cache
+def experts_tile(block: int) -> Tile:
+    """Tile for the choice of experts, `block` of them to a token with all padding."""
+    rows = max(1, _EXPERTS_TILE // block)
+    return Tile(rows, block, True, min(8, max(1, rows * block // 256)))
 
 
 def heads_tile(half: int, heads: int) -> Tile:

@@ -36,6 +36,7 @@ from irframework_triton_kernels.launch.norms import (
     rms_norm_static_quant_fp8,
 )
 from irframework_triton_kernels.launch.rotary import rotary_embedding
+from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
 
 __all__ = [
     "activated",
@@ -49,10 +50,12 @@ __all__ = [
     "fused_add_rms_norm_inplace",
     "fused_add_rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8_inplace",
+    "fused_topk",
     "gated",
     "gated_by",
     "gemma_rms_norm",
     "group_quant_fp8",
+    "grouped_topk",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
