@@ -167,4 +167,57 @@ struct CacheArgs {
   int64_t slot_count;
 };
 
+// Keys or values, [blocks, block_size, heads, size]. Strides are in elements.
+struct AttendedTensor {
+  const void* data;
+  int64_t block_stride;
+  int64_t row_stride;
+  int64_t head_stride;
+};
+
+// Some of the keys, [first, last), of one token's sequence. `start`: with a block table where the sequence's row of it
+// starts, else the sequence's first key. `part`: where the sums go for want of the other spans; less than 0: the span is all.
+struct AttentionSpan {
+  int64_t token;
+  int64_t start;
+  int64_t first;
+  int64_t last;
+  int64_t part;
+};
+
+// The spans of one token, from part `part` on.
+struct AttentionJoin {
+  int64_t token;
+  int64_t part;
+  int64_t count;
+};
+
+struct AttentionArgs {
+  const void* query;  // `kv_heads * group` heads for each token
+  AttendedTensor keys;
+  AttendedTensor values;
+  void* out;  // contiguous
+  const AttentionSpan* spans;
+  const AttentionJoin* joins;
+  float* parts;          // `part_width` numbers for each part: sums of values, then the highest score and the total
+  const int32_t* table;  // null: all keys lie side by side, as if in one block
+  const void* sinks;     // may be null
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t block_size;
+  int64_t block_count;
+  int64_t sink_stride;
+  int64_t kv_heads;
+  int64_t group;
+  int64_t head_size;
+  int64_t value_size;
+  int64_t query_width;  // the sizes rounded up to whole vectors
+  int64_t value_width;
+  int64_t part_width;
+  float scale;
+  float soft_cap;  // 0: none
+  Type type;
+  Type sink_type;
+};
+
 }  // namespace irframework_vllm_c

@@ -78,6 +78,9 @@ void run(const char* op, const Device& device, DequantArgs& args, int64_t rows);
 // With one scale for all rows, which is found first and written to `scale`.
 void run_with_one_scale(const char* op, const Device& device, QuantArgs& args, int64_t rows, float* scale);
 
+// Runs the spans, which hold `keys` keys in all, then puts together what was cut into parts. The CPU only.
+void run(const char* op, const Device& device, AttentionArgs& args, int64_t spans, int64_t keys, int64_t joins);
+
 // Refuses positions outside the cache, where the host can read them.
 void check_positions(const char* op, const Device& device, const RotaryArgs& args, int64_t tokens);
 

@@ -76,6 +76,16 @@ std::tuple<Tensor, Tensor> rotary_embedding_reshape_and_cache(const Tensor& posi
                                                               const Tensor& slot_mapping, const Tensor& cos_sin_cache,
                                                               int64_t head_size, bool is_neox);
 
+// attention_ops.cpp, on the CPU only
+Tensor decode_attention(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& cu_seqlens_q,
+                        OptionalTensor seq_lens, std::optional<int64_t> max_seqlen_k, OptionalTensor block_table,
+                        double scale, std::optional<int64_t> window, std::optional<double> soft_cap,
+                        OptionalTensor sinks);
+void decode_attention_out(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& cu_seqlens_q,
+                          OptionalTensor seq_lens, std::optional<int64_t> max_seqlen_k, OptionalTensor block_table,
+                          double scale, std::optional<int64_t> window, std::optional<double> soft_cap,
+                          OptionalTensor sinks, Tensor out);
+
 // pointwise_ops.cpp, on the CPU only
 Tensor gelu_new(const Tensor& x);
 void gelu_new_out(const Tensor& x, Tensor out);

@@ -18,6 +18,8 @@ struct Kernels {
   void (*quantised)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);
   void (*rotary)(const RotaryArgs&, int64_t begin, int64_t end, void* scratch);
   void (*cached)(const CacheArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*attended)(const AttentionArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*joined_parts)(const AttentionArgs&, int64_t begin, int64_t end, void* scratch);
   void (*pointwise)(const PointwiseArgs&, int64_t begin, int64_t end, void* scratch);
   void (*group_quantised)(const GroupQuantArgs&, int64_t begin, int64_t end, void* scratch);
   void (*magnitudes)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);  // writes them to `scales`

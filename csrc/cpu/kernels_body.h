@@ -16,6 +16,7 @@ namespace IRF_NAMESPACE {
 #include "row_walk.h"
 #include "row_sinks.h"
 
+#include "attention_kernels.h"
 #include "cache_kernels.h"
 #include "gated_kernels.h"
 #include "norm_kernels.h"
@@ -26,8 +27,8 @@ namespace IRF_NAMESPACE {
 }  // namespace IRF_NAMESPACE
 
 const Kernels IRF_TABLE = {IRF_ISA_NAME, IRF_NAMESPACE::norm, IRF_NAMESPACE::gated, IRF_NAMESPACE::quantised,
-                           IRF_NAMESPACE::rotary, IRF_NAMESPACE::cached, IRF_NAMESPACE::pointwise,
-                           IRF_NAMESPACE::group_quantised, IRF_NAMESPACE::magnitudes, IRF_NAMESPACE::scale_of_all,
-                           IRF_NAMESPACE::dequantised};
+                           IRF_NAMESPACE::rotary, IRF_NAMESPACE::cached, IRF_NAMESPACE::attended,
+                           IRF_NAMESPACE::joined_parts, IRF_NAMESPACE::pointwise, IRF_NAMESPACE::group_quantised,
+                           IRF_NAMESPACE::magnitudes, IRF_NAMESPACE::scale_of_all, IRF_NAMESPACE::dequantised};
 
 }  // namespace irframework_vllm_c

@@ -109,6 +109,14 @@ void run(const char*, const Device&, CacheArgs& args, int64_t tokens) {
   run_threads(active_kernels().cached, args, tokens, bytes);
 }
 
+// A thread's scratch: the queries as float32, and the sums of a span that is all of its sequence.
+void run(const char*, const Device&, AttentionArgs& args, int64_t spans, int64_t keys, int64_t joins) {
+  const int64_t heads = args.kv_heads * args.group, sizes = args.head_size + args.value_size;
+  const int64_t scratch = (heads * args.query_width + args.part_width) * sizeof(float) + 64;
+  run_threads(active_kernels().attended, args, spans * args.kv_heads, keys / spans * sizes * bytes_of(args.type), scratch);
+  if (joins > 0) run_threads(active_kernels().joined_parts, args, joins * heads, 8 * args.value_width * 4);
+}
+
 void check_positions(const char* op, const Device&, const RotaryArgs& args, int64_t tokens) {
   for (int64_t i = 0; i < tokens; ++i) {
     if (args.positions[i] < 0 || args.positions[i] >= args.cache_rows) {

@@ -37,6 +37,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
       "rotary_embedding_reshape_and_cache(Tensor positions, Tensor query, Tensor key, Tensor value, "
       "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor cos_sin_cache, int head_size, "
       "bool is_neox) -> (Tensor, Tensor)");
+  m.def(
+      "decode_attention(Tensor query, Tensor keys, Tensor values, Tensor cu_seqlens_q, Tensor? seq_lens, "
+      "int? max_seqlen_k, Tensor? block_table, float scale, int? window, float? soft_cap, Tensor? sinks) -> Tensor");
   m.def("gelu_new(Tensor x) -> Tensor");
   m.def("quick_gelu(Tensor x) -> Tensor");
   m.def("relu2(Tensor x) -> Tensor");
@@ -93,6 +96,8 @@ static void implement_on_the_cpu(torch::stable::detail::StableLibrary& m) {
   m.impl("fused_add_gemma_rms_norm", TORCH_BOX(&fused_add_gemma_rms_norm));
   m.impl("reshape_and_cache", TORCH_BOX(&reshape_and_cache));
   m.impl("rotary_embedding_reshape_and_cache", TORCH_BOX(&rotary_embedding_reshape_and_cache));
+  m.impl("decode_attention", TORCH_BOX(&decode_attention));
+  m.impl("decode_attention.out", TORCH_BOX(&decode_attention_out));
 }
 
 }  // namespace irframework_vllm_c

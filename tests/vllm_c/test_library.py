@@ -51,6 +51,13 @@ def test_a_library_that_does_not_load_is_reported_with_the_loader_s_reason(
         library.load_cpu_kernels.__wrapped__()
 
 
+def decoding() -> tuple[object, ...]:
+    query, keys, values = torch.randn(2, 4, 16), torch.randn(3, 8, 2, 16), torch.randn(3, 8, 2, 24)
+    offsets, lengths, table = ([0, 1, 2], [9, 5], [[2, 0], [1, 0]])
+    numbers = [torch.tensor(each, dtype=torch.int32) for each in (offsets, lengths, table)]
+    return query, keys, values, *numbers[:2], 9, numbers[2], 0.25, 7, 2.0, torch.ones(4)
+
+
 def arguments(op: str) -> tuple[object, ...]:
     x, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
     positions, cache = torch.arange(4), torch.randn(8, 16)
@@ -62,6 +69,7 @@ def arguments(op: str) -> tuple[object, ...]:
         "gelu_and_mul": (x, True),
         "rotary_embedding": (positions, x, x.clone(), cache, 16, True),
         "rotary_embedding_query": (positions, x, cache, 16, False),
+        "decode_attention": decoding(),
         "fused_add_rms_norm_functional": (x, x.clone(), weight, 1e-6),
         "static_quant_fp8": (x, scale),
         "dynamic_quant_fp8": (x,),
@@ -81,6 +89,7 @@ OPS = [
     "gelu_and_mul",
     "rotary_embedding",
     "rotary_embedding_query",
+    "decode_attention",
     "fused_add_rms_norm_functional",
     "static_quant_fp8",
     "dynamic_quant_fp8",

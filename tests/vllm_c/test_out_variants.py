@@ -23,6 +23,10 @@ ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
     "gelu_and_mul": lambda dtype: (X.to(dtype), True),
     "rotary_embedding": lambda dtype: (torch.arange(6), X.to(dtype), X[:, :16].to(dtype), CACHE, 16, True),
     "rotary_embedding_query": lambda dtype: (torch.arange(6), X.to(dtype), CACHE, 16, False),
+    "decode_attention": lambda dtype: (
+        *(t.to(dtype) for t in (X.unflatten(1, (4, 16)), X.unflatten(1, (2, 32))[..., :16], X.unflatten(1, (2, 32)))),
+        *(torch.arange(7, dtype=torch.int32), torch.ones(6, dtype=torch.int32), None, None, 0.25, None, None, None),
+    ),
     "fused_add_rms_norm_functional": lambda dtype: (X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), 1e-6),
     "static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
     "dynamic_quant_fp8": lambda dtype: (X.to(dtype),),

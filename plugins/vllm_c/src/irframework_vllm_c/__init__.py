@@ -17,10 +17,11 @@ PROVIDER = "vllm_c"
 @ir.hookimpl
 def irframework_register_impls() -> None:
     """Registers provider `vllm_c` for the standard ops."""
-    from irframework_vllm_c import cpu_only, implementations
+    from irframework_vllm_c import attention, cpu_only, implementations
 
     implementations.register(PROVIDER)
     cpu_only.register(PROVIDER)
+    attention.register(PROVIDER)
 
 
 @ir.hookimpl

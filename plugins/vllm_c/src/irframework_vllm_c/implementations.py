@@ -31,6 +31,7 @@ FUNCTIONAL_KERNELS = (
     "gelu_and_mul",
     "rotary_embedding",
     "rotary_embedding_query",
+    "decode_attention",
     "static_quant_fp8",
     "dynamic_quant_fp8",
     "rms_norm_static_quant_fp8",

@@ -225,6 +225,10 @@ def _pair_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x)
 
 
+def _attended(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[-1])
+
+
 def _codes(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
 
@@ -276,6 +280,7 @@ def _register_fakes(path: str) -> None:
         "rotary_embedding_query": _rotated,
         "reshape_and_cache": _nothing,
         "rotary_embedding_reshape_and_cache": _rotated_pair,
+        "decode_attention": _attended,
         "fused_add_rms_norm_functional": _pair_like,
         "static_quant_fp8": _codes,
         "dynamic_quant_fp8": _codes_and_scales,
