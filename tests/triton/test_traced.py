@@ -116,6 +116,22 @@ def test_further_implementations_write_their_results_only(kernels, tracer):
     assert not tracer.environment.guards
 
 
+def test_attention_reads_its_caches_and_copies_none(kernels, tracer):
+    from irframework_triton_kernels import decoding
+
+    query, cache = tracer.rows(8, 32, 128), tracer.fixed(64, 16, 8, 128)
+    offsets, lengths, table = (tracer.rows(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 100)))
+
+    def call(bound):
+        return lambda q, c, o, n, t: decoding.attention(q, None, None, o, 1, n, bound, c, c, t, window=100)
+
+    decode, add = tracer.launches(call(None), query, cache, offsets, lengths, table)
+    assert decode.kwargs["tensors_to_clone"] == ["out", "largest", "total"]
+    assert add.kwargs["tensors_to_clone"] == ["out"]
+    (decode,) = tracer.launches(call(256), query, cache, offsets, lengths, table)
+    assert decode.kwargs["tensors_to_clone"] == ["out"]
+
+
 def test_the_in_place_op_writes_its_activations(kernels, tracer):
     kernels._launch()
     x, weight = tracer.rows(8, 4096), tracer.fixed(4096)

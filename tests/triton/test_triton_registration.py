@@ -40,9 +40,10 @@ OPS = (
     "fused_add_gemma_rms_norm",
     "fused_topk",
     "grouped_topk",
+    "attention",
 )
-# What the other tokens are changes a token's codes there.
-DEPENDENT = ("tensor_quant_fp8",)
+# What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
+DEPENDENT = ("tensor_quant_fp8", "attention")
 
 
 @pytest.fixture
@@ -226,6 +227,37 @@ def test_groups_of_something_else_are_refused_with_the_reason(impl, arguments, w
 )
 def test_choosing_something_else_is_refused_with_the_reason(impl, name, arguments, why):
     assert why in reason(impl(name).supports_args(*arguments))
+
+
+PAGED = torch.ones(5, 16, 2, 8)
+TABLE, LENGTHS, OFFSETS = (torch.ones(shape, dtype=torch.int32) for shape in ((3, 2), 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"query": torch.ones(3, 4, 8).double()}, "query is float64"),
+        ({"query": torch.ones(3, 3, 8)}, "3 heads of queries do not fit"),
+        ({"query": torch.ones(3, 4, 6)}, "key_cache has shape"),
+        ({"key_cache": None, "value_cache": None, "key": X, "value": X}, "not in a paged cache"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q is 2"),
+        ({"value_cache": PAGED.half()}, "value_cache is float16"),
+        ({"value_cache": torch.ones(5, 16, 2, 300)}, "value_cache has heads of 300"),
+        ({"key_cache": torch.ones(5, 8, 2, 16).transpose(1, 3)}, "stride 1"),
+        ({"block_table": TABLE.long()}, "block_table is int64"),
+        ({"sinks": torch.ones(3)}, "sinks has shape (3,)"),
+        ({"window": 0}, "window is 0"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0"),
+    ],
+)
+def test_attending_to_something_else_is_refused_with_the_reason(impl, change, why):
+    given = {
+        "query": torch.ones(3, 4, 8), "key": None, "value": None, "cu_seqlens_q": OFFSETS, "max_seqlen_q": 1,
+        "seq_lens": LENGTHS, "key_cache": PAGED, "value_cache": PAGED, "block_table": TABLE, "window": 7,
+        "soft_cap": 30.0, "sinks": torch.ones(4),
+    }  # fmt: skip
+    assert impl("attention").supports_args(**given) is True
+    assert why in reason(impl("attention").supports_args(**{**given, **change}))
 
 
 P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)

@@ -23,6 +23,8 @@ MANY_ROWS = 1024
 LONGEST_GROUP = 16384
 MOST_EXPERTS = 4096
 _EXPERTS_TILE = 512
+LONGEST_HEAD = 256
+MOST_SHARES = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a launch looks for the tile of a kind
@@ -149,6 +151,21 @@ def experts_tile(block: int) -> Tile:
     """Tile for the choice of experts, `block` of them to a token with all padding."""
     rows = max(1, _EXPERTS_TILE // block)
     return Tile(rows, block, True, min(8, max(1, rows * block // 256)))
+
+
+@cache
+def keys_tile(group: int, size: int, element: int) -> Tile:
+    """Tile for attention of `group` heads of queries that read one head of keys.
+
+    Not measured yet. `rows` are heads, 16 of which are what a matrix instruction takes; `block` are keys at a time.
+
+    Args:
+        group: Heads of queries.
+        size: Elements of a head of keys or values, padded to a power of two.
+        element: Bytes of one.
+    """
+    keys = min(128, max(16, 16384 // (max(size, 16) * element)))
+    return Tile(16 if group <= 16 else 32, keys, False, 4)
 
 
 def heads_tile(half: int, heads: int) -> Tile:

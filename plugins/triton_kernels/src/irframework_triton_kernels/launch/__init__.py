@@ -8,6 +8,7 @@ Does not decide which calls the kernels take: `implementations` does. Importing 
 """
 
 from irframework_triton_kernels.launch.activations import activated, gated_by, xielu
+from irframework_triton_kernels.launch.decoding import decode_attention
 from irframework_triton_kernels.launch.gated import (
     dynamic_quant_fp8,
     dynamic_quant_int8,
@@ -40,6 +41,7 @@ from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
 
 __all__ = [
     "activated",
+    "decode_attention",
     "dynamic_quant_fp8",
     "dynamic_quant_int8",
     "fused_add_gemma_rms_norm",
