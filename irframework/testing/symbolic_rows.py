@@ -46,16 +46,26 @@ def try_symbolic_rows(findings: Findings, device: str) -> None:
 
 
 def _ask_in_numbers(findings: Findings, args: tuple[Any, ...], others: list[tuple[Any, ...]]) -> None:
-    """A number that is known is not to be looked at, either: a graph that was compiled for it serves other ones."""
+    """A number of rows that is known is not to be looked at, either: a graph compiled for it serves other ones.
+
+    Where another number of rows gives the call other arguments that are no tensors (the length of the longest
+    sequence), the answer may differ: torch compiles again for those.
+    """
     impl = findings.impl
     first = why_not_now(impl, args)
     for other in others:
+        if _without_tensors(other) != _without_tensors(args):
+            continue
         findings.tried("predicate_guards")
         answer = why_not_now(impl, other)
         if (answer is None) != (first is None):
             call = described_call(impl.op, other)
             text = f"it says {_said(answer)} for this call, and {_said(first)} for {described_call(impl.op, args)}"
             findings.note(contract.guard(text), "numbers", call)
+
+
+def _without_tensors(args: tuple[Any, ...]) -> list[Any]:
+    return [None if isinstance(arg, (Tensor, list, tuple)) else arg for arg in args]
 
 
 def _said(reason: str | None) -> str:
