@@ -182,7 +182,9 @@ def starts_of(x: Tensor, query_start_loc: Tensor | None) -> Tensor:
     """Return where each sequence of a batch starts, and where the last one ends, `[sequences + 1]` in int64."""
     if query_start_loc is not None:
         return query_start_loc.to(torch.int64)
-    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
+    # Added up, not multiplied: Inductor (2.13) fails on indexes that it can follow back to the number of a row.
+    lengths = torch.full((x.shape[0],), x.shape[1], dtype=torch.int64, device=x.device)
+    return F.pad(lengths, (1, 0)).cumsum(0)
 
 
 def check_initial(
