@@ -212,11 +212,6 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(name: str, args: tuple[
     [
         ("group_quant_fp8", (ROWS, 3), "group_size is 3"),
         ("group_quant_fp8", (ROWS[0], 4, True), "two dimensions"),
-        ("dequant", (ROWS.to(FP8), torch.ones(()), torch.float64), "dtype is torch.float64"),
-        ("dequant", (ROWS.to(FP8), torch.ones(2)), "one number"),
-        ("dequant", (ROWS.to(FP8), torch.ones(2, 3)), "does not fit"),
-        ("dequant", (ROWS.to(FP8), torch.ones(1, 2, 1)), "rank"),
-        ("dequant", (ROWS.to(torch.float8_e5m2), torch.ones(())), "q is float8_e5m2"),
     ],
 )
 def test_what_is_declined_has_a_reason(name: str, args: tuple[Any, ...], reason: str) -> None:
