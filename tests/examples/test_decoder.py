@@ -102,6 +102,15 @@ def test_a_prompt_may_come_in_two_parts(kind):
     close(logits_of(loaded(kind), ids, [(0, 17), (0, 2)]), expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_traced_as_one_graph_with_the_same_logits(kind):
+    _, _, ids, expected = reference(kind)
+    torch._dynamo.reset()
+    model = loaded(kind)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    close(logits_of(model, ids, with_single_tokens(ids), run), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_it_is_one_graph_with_the_same_logits(kind):
