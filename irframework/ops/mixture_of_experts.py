@@ -43,7 +43,11 @@ def _scores(router_logits: Tensor, scoring: str) -> Tensor:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Places of the largest values, largest first; of equal ones the first. `topk` leaves the order of those open."""
+    """Places of the largest values, largest first; of equal ones the first. `topk` leaves the order of those open.
+
+    NaN is largest, whatever its sign: some devices sort by bits.
+    """
+    values = values.masked_fill(values.isnan(), float("nan"))
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from irframework.op import NATIVE, IrOp
-from irframework.tolerance import Tolerance
 from irframework.testing.report import Accuracy
 from irframework.testing.samples import map_tensors
+from irframework.tolerance import Tolerance
 
 _INF = float("inf")
 

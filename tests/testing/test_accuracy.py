@@ -2,8 +2,8 @@
 
 import torch
 
-from irframework.tolerance import Tolerance
 from irframework.testing.accuracy import distance
+from irframework.tolerance import Tolerance
 
 TIGHT = Tolerance(1e-6, 1e-6)
 

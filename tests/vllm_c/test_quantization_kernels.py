@@ -66,7 +66,13 @@ def test_every_16_bit_number_becomes_native_s_code(isa: str, dtype: torch.dtype)
     assert same_bits(KERNELS.static_quant_fp8.default(x, SMALL), ir.ops.static_quant_fp8.native(x, SMALL))
 
 
-@pytest.mark.parametrize("scale", [3.7, 1e-30, 1e-42, 1e30, 0.0, -0.5, torch.inf, torch.nan])
+@pytest.mark.parametrize("scale", [0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+def test_a_scale_that_is_none_is_refused(isa: str, scale: float) -> None:
+    with pytest.raises(RuntimeError, match="scale must be finite and not zero"):
+        KERNELS.static_quant_fp8.default(normal(3), torch.tensor(scale))
+
+
+@pytest.mark.parametrize("scale", [3.7, 1e-30, 1e-42, 1e30, -0.5])
 def test_any_scale_gives_native_s_codes(isa: str, scale: float) -> None:
     x = torch.cat((normal(1000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-42])))
     got, want = KERNELS.static_quant_fp8.default(x, torch.tensor(scale)), x * (1.0 / torch.tensor(scale))

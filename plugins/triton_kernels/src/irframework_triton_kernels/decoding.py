@@ -74,7 +74,8 @@ def one_query_each(
     _, block_size, kv_heads, value_size = value_cache.shape
     if key_cache.shape[1:] != (block_size, kv_heads, head_size):
         return ir.reject(f"key_cache has shape {tuple(key_cache.shape)}, does not fit query or value_cache")
-    if not kv_heads or heads % kv_heads or not block_size:
+    known = isinstance(heads, int) and isinstance(kv_heads, int)  # symbolic ones were compared when the call was traced
+    if known and (not kv_heads or heads % kv_heads or not block_size):
         return ir.reject(f"{heads} heads of queries do not fit a cache of shape {tuple(value_cache.shape)}")
     for name, size in (("query", head_size), ("value_cache", value_size)):
         if not 0 < size <= LONGEST_HEAD:
