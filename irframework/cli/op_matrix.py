@@ -33,7 +33,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 def family_of(op: IrOp) -> str:
     """The family of a standard op; for another one, who brought it."""
-    package, _, module = op.native.__module__.rpartition(".")
+    package, _, module = (op.native.__module__ or "").rpartition(".")
     if package == "irframework.ops":
         for family, modules in FAMILIES.items():
             if module in modules:

@@ -26,6 +26,7 @@ MATTERS = {  # for each field a value other than the default's; None where no co
     "ir_op_priority": {"rms_norm": ["native"]},
     "fusion": False,
     "batch_invariant": True,
+    "custom_ops": ["all", "-rms_norm"],
     "strict": None,  # how a plugin's failure is told
     "autotune": None,  # this version has no tuning yet
 }
@@ -67,6 +68,8 @@ VARIABLE_MATTERS = {
     "STRICT": None,
     "LOGGING_LEVEL": None,
     "CHECK_DONATION": None,  # eager calls only
+    "CHECK_VALUES": None,  # eager calls only
+    "CUSTOM_OPS": "all,-rms_norm",
     "BISECT_LOG": "log",
 }
 
