@@ -76,4 +76,5 @@ def serve() -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # the other one may be waiting for this one
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()  # nobody leaves while another one may still talk to it
+    os._exit(0)  # gloo's threads may end a process that unwinds: "terminate called without an active exception"
