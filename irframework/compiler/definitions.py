@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from irframework.compiler.tracing import fake_like, trace
 from irframework.compiler.values import Expansion
-from irframework.errors import IrError
 from irframework.registry import registry
 
 if TYPE_CHECKING:
@@ -53,12 +52,10 @@ class Definitions:
         return kept[key]
 
     def _trace(self, op: IrOp, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
-        fresh = [_fresh(argument, mode) for argument in arguments]
+        own = [fresh(argument, mode) for argument in arguments]
         try:
-            traced = trace(lambda *given: op.registered["native"].apply(given), fresh, mode)
-        except IrError:  # the definition refuses such arguments
-            return None
-        except Exception:
+            traced = trace(lambda *given: op.registered["native"].apply(given), own, mode)
+        except Exception:  # the definition refuses such arguments, or cannot be traced
             return None
         traced.module.graph.eliminate_dead_code()
         if traced.written or len(traced.module.graph.nodes) > _LARGEST:
@@ -78,9 +75,10 @@ def fake_mode_of(values: Any) -> FakeTensorMode | None:
     return None
 
 
-def _fresh(value: Any, mode: FakeTensorMode) -> Any:
+def fresh(value: Any, mode: FakeTensorMode) -> Any:
+    """An argument whose fake tensors, also those in lists, have storages of their own."""
     if isinstance(value, (list, tuple)):
-        return [_fresh(item, mode) for item in value]
+        return [fresh(item, mode) for item in value]
     return fake_like(value, mode) if isinstance(value, torch.Tensor) else value
 
 

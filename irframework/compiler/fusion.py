@@ -32,7 +32,7 @@ _skeletons: dict[str, tuple[int, list[Skeleton]]] = {}
 
 
 def skeletons_of(op: IrOp) -> list[Skeleton]:
-    """The skeletons of an op, derived at first need and again when anything was registered."""
+    """The skeletons of an op, derived at first need and again when its native is another function."""
     kept = _skeletons.get(op.name)
     if kept is None or kept[0] != id(op.native):
         kept = _skeletons[op.name] = (id(op.native), derive(op))

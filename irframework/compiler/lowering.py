@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from irframework import bisecting, contract, symbolic
 from irframework.compiler.aliasing import Aliasing, effects_of
 from irframework.compiler.clones import KeptCopy
+from irframework.compiler.definitions import fresh
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
@@ -230,10 +231,10 @@ def _number_key(value: object) -> object:
 def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) -> Template:
     """Trace the implementation for these arguments and check what it does."""
     mode = _fake_mode(values, node)
-    fresh = [_fresh(value, mode) for value in values]
+    own = [fresh(value, mode) for value in values]
     guards = symbolic.guard_count(mode.shape_env)
     try:
-        traced = trace(lambda *given: impl.apply(given), fresh, mode)
+        traced = trace(lambda *given: impl.apply(given), own, mode)
     except IrError:
         raise
     except ClosedOverWriteError as error:
@@ -263,12 +264,6 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
         finished.append(_finish_output(graph, aliasing, output, outputs[:index], rules, index, want, mode))
     graph.output_node().args = (tuple(finished),)
     return Template(traced.module, traced.dynamic, mode)
-
-
-def _fresh(value: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_fresh(item, mode) for item in value]
-    return fake_like(value, mode) if isinstance(value, torch.Tensor) else value
 
 
 def _finish_output(

@@ -41,6 +41,8 @@ class Skeleton:
         tensors: The leaf cores of its tensor parameters.
         marks: Parameter names by the number that stands for them.
         size: How many cores it has.
+        root_index: The output from which most of the parameters can be reached.
+        root: Its core, erased cores looked through.
     """
 
     op: IrOp
@@ -50,20 +52,8 @@ class Skeleton:
     tensors: Mapping[int, str]
     marks: Mapping[Any, str]
     size: int
-
-    @property
-    def root(self) -> int:
-        """The output from which most of the parameters can be reached, erased cores looked through."""
-        return stripped(self.table, self.outputs[self.root_index].core)
-
-    @property
-    def root_index(self) -> int:
-        """Which output that is."""
-        reach = [len(self._reached(output.core)) for output in self.outputs]
-        return reach.index(max(reach))
-
-    def _reached(self, core: int) -> set[int]:
-        return {leaf for leaf in _below(self.table, core) if leaf in self.tensors}
+    root_index: int
+    root: int
 
 
 @dataclass(slots=True)
@@ -202,8 +192,11 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...]) -> Skeleton | None:
     if not all(isinstance(value, Value) for value in flat):
         return None
     tensors = {leaf.core: name for name, leaf in leaves.items() if isinstance(leaf, Value)}
-    size = len(set().union(*(_below(table, value.core) for value in flat)))
-    return Skeleton(op, fixed, table, flat, tensors, marks, size)
+    below = [_below(table, value.core) for value in flat]
+    reach = [len(cores & tensors.keys()) for cores in below]
+    index = reach.index(max(reach))
+    root = stripped(table, flat[index].core)
+    return Skeleton(op, fixed, table, flat, tensors, marks, len(set().union(*below)), index, root)
 
 
 def _shape_of_definition(skeleton: Skeleton) -> Any:
