@@ -291,6 +291,20 @@ def place_of(fn: Callable[..., Any]) -> str:
     return f"{file if relative.startswith('..') else relative}:{code.co_firstlineno}"
 
 
+def check_parameters(op: "IrOp", fn: Callable[..., Any], what: str) -> None:
+    """Raise unless a function takes some of the op's parameters, by their names and in their order.
+
+    Raises:
+        SignatureError: It takes others.
+    """
+    taken = list(inspect.signature(fn).parameters)
+    if taken != [name for name in op.signature.parameters if name in taken]:
+        raise SignatureError(
+            f"{what} of op {op.name!r} ({place_of(fn)}) takes {', '.join(taken)}; it must take some of "
+            f"{', '.join(op.signature.parameters)}, in this order."
+        )
+
+
 def check_signature(op: "IrOp", fn: Callable[..., Any], what: str, provider: str) -> tuple[str, ...]:
     """Check a provider's function against the op's signature: names, order, kinds and defaults.
 

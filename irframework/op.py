@@ -23,6 +23,7 @@ from irframework.errors import (
 from irframework.impl import (
     IrOpImpl,
     check_functional,
+    check_parameters,
     check_provider,
     check_signature,
     check_switches,
@@ -316,12 +317,12 @@ class IrOp:
         return fn
 
     def register_value_check(self, fn: Callable[..., None]) -> Callable[..., None]:
-        """Register a function with the op's signature that raises where values, not shapes, make a call wrong.
+        """Register a function of some of the op's parameters that raises where values, not shapes, make a call wrong.
 
-        Eager calls on the CPU run it before any implementation; elsewhere it would wait for the device, so there only
-        with `IRFRAMEWORK_CHECK_VALUES=1`. Compiled code does not run it.
+        It takes them by the op's names and in their order. Eager calls on the CPU run it before any implementation;
+        elsewhere it would wait for the device, so there only with `IRFRAMEWORK_CHECK_VALUES=1`; compiled code never.
         """
-        check_signature(self, fn, "The value check", "value check")
+        check_parameters(self, fn, "The value check")
         self._attach(value_check=codegen.make_apply(self, fn))
         return fn
 

@@ -262,39 +262,17 @@ def causal_conv1d_update(
 
 
 @causal_conv1d.register_value_check
-def _check_conv_values(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-    activation: str = "none",
-) -> None:
+def _check_conv_values(x: Tensor, query_start_loc: Tensor | None) -> None:
     check_start_values("causal_conv1d", x, query_start_loc, 1)
 
 
 @short_conv.register_value_check
-def _check_short_conv_values(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    query_start_loc: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-) -> None:
+def _check_short_conv_values(x: Tensor, query_start_loc: Tensor | None) -> None:
     check_start_values("short_conv", x, query_start_loc, 1)
 
 
 @causal_conv1d_update.register_value_check
-def _check_update_values(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    activation: str = "none",
-) -> None:
+def _check_update_values(conv_state: Tensor, conv_state_indices: Tensor | None) -> None:
     check_slot_numbers("causal_conv1d_update", "conv_state_indices", conv_state_indices, conv_state)
 
 

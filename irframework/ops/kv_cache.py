@@ -139,24 +139,13 @@ def rotary_embedding_reshape_and_cache(
 
 
 @reshape_and_cache.register_value_check
-def _check_slot_numbers(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
+def _check_slot_numbers(key_cache: Tensor, slot_mapping: Tensor) -> None:
     _check_slot_values("reshape_and_cache", key_cache, slot_mapping)
 
 
 @rotary_embedding_reshape_and_cache.register_value_check
 def _check_positions_and_slots(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    is_neox: bool = True,
+    positions: Tensor, key_cache: Tensor, slot_mapping: Tensor, cos_sin_cache: Tensor
 ) -> None:
     check_places("rotary_embedding_reshape_and_cache", positions, cos_sin_cache)
     _check_slot_values("rotary_embedding_reshape_and_cache", key_cache, slot_mapping)

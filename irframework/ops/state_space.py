@@ -256,37 +256,12 @@ def selective_state_update(
 
 
 @selective_scan.register_value_check
-def _check_scan_values(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    query_start_loc: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-) -> None:
+def _check_scan_values(x: Tensor, query_start_loc: Tensor | None) -> None:
     check_start_values("selective_scan", x, query_start_loc, 1)
 
 
 @selective_state_update.register_value_check
-def _check_step_values(
-    x: Tensor,
-    state: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_indices: Tensor | None = None,
-) -> None:
+def _check_step_values(state: Tensor, state_indices: Tensor | None) -> None:
     check_slot_numbers("selective_state_update", "state_indices", state_indices, state)
 
 

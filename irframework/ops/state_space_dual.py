@@ -132,21 +132,7 @@ def _decays_within(rates: Tensor) -> Tensor:
 
 
 @mamba2_chunk_scan.register_value_check
-def _check_chunk_scan_values(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    chunk_size: int,
-    d: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    query_start_loc: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    has_initial_state: Tensor | None = None,
-) -> None:
+def _check_chunk_scan_values(x: Tensor, query_start_loc: Tensor | None) -> None:
     check_start_values("mamba2_chunk_scan", x, query_start_loc, 2)
 
 
