@@ -46,6 +46,7 @@ from irframework.ops.layernorm import (
 )
 from irframework.ops.mixture_of_experts import fused_moe, fused_topk, grouped_topk, moe_align_block_size
 from irframework.ops.multimodal_rotary import apply_rotary_emb, dual_chunk_rotary_embedding, mrope
+from irframework.ops.normed_rotary import qk_norm_rotary_embedding, qk_norm_rotary_embedding_reshape_and_cache
 from irframework.ops.pointwise_activation import gelu_fast, gelu_new, quick_gelu, relu2, xielu
 from irframework.ops.projection import linear, logits, vocab_parallel_embedding
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8, tensor_quant_fp8
@@ -97,6 +98,8 @@ __all__ = [
     "moe_align_block_size",
     "mrope",
     "mul_and_silu",
+    "qk_norm_rotary_embedding",
+    "qk_norm_rotary_embedding_reshape_and_cache",
     "quant_nvfp4",
     "quick_gelu",
     "reduce_scatter",

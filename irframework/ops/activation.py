@@ -26,7 +26,7 @@ def _halves(op: str, x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-@register_op
+@register_op(fuse=True)
 def silu_and_mul(x: Tensor) -> Tensor:
     """Gate by SiLU: `silu(gate) * up`, where `x = [gate, up]` on the last dimension and `silu(v) = v * sigmoid(v)`.
 
@@ -45,7 +45,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@register_op
+@register_op(fuse=True)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """Gate by GELU: `gelu(gate) * up`, where `x = [gate, up]` on the last dimension.
 

@@ -46,7 +46,7 @@ def _power_of_two_above(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), above, scale)
 
 
-@register_op
+@register_op(fuse=True)
 def group_quant_fp8(
     x: Tensor, group_size: int = 128, column_major_scales: bool = False, power_of_two_scales: bool = False
 ) -> tuple[Tensor, Tensor]:

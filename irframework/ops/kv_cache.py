@@ -140,7 +140,7 @@ def rotary_embedding_reshape_and_cache(
 
 @reshape_and_cache.register_value_check
 def _check_slot_numbers(key_cache: Tensor, slot_mapping: Tensor) -> None:
-    _check_slot_values("reshape_and_cache", key_cache, slot_mapping)
+    check_slot_values("reshape_and_cache", key_cache, slot_mapping)
 
 
 @rotary_embedding_reshape_and_cache.register_value_check
@@ -148,11 +148,15 @@ def _check_positions_and_slots(
     positions: Tensor, key_cache: Tensor, slot_mapping: Tensor, cos_sin_cache: Tensor
 ) -> None:
     check_places("rotary_embedding_reshape_and_cache", positions, cos_sin_cache)
-    _check_slot_values("rotary_embedding_reshape_and_cache", key_cache, slot_mapping)
+    check_slot_values("rotary_embedding_reshape_and_cache", key_cache, slot_mapping)
 
 
-def _check_slot_values(op: str, cache: Tensor, slots: Tensor) -> None:
-    """A negative slot is none; one behind the end of the cache is a mistake."""
+def check_slot_values(op: str, cache: Tensor, slots: Tensor) -> None:
+    """Raise where a slot lies behind the end of the cache. A negative one is none. Reads values.
+
+    Raises:
+        ArgumentError: Names the op and the slot.
+    """
     if not slots.numel() or cache.dim() != 4 or slots.is_floating_point():
         return  # native's own checks come next
     count, largest = cache.shape[0] * cache.shape[1], int(slots.max())

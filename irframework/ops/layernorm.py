@@ -70,7 +70,7 @@ def _check_norm(op: str, x: Tensor, weight: Tensor | None, variance_size: int | 
         )
 
 
-@register_op
+@register_op(fuse=True)
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Divide each row by its root mean square, and scale it by a weight.
 
@@ -111,7 +111,7 @@ def _rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[A
     yield x, weight.float(), 1e-6
 
 
-@register_op(allow_inplace=True)
+@register_op(allow_inplace=True, fuse=True)
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def _fused_add_rms_norm_inputs(shape: tuple[int, ...], **options: Any) -> Iterat
 # --- Gemma -----------------------------------------------------------------------------------------------------------
 
 
-@register_op
+@register_op(fuse=True)
 def gemma_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Divide each row by its root mean square, and scale it by one plus a weight.
 
@@ -173,7 +173,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (h * (1.0 + weight.to(h.dtype))).to(x.dtype)
 
 
-@register_op(allow_inplace=True)
+@register_op(allow_inplace=True, fuse=True)
 def fused_add_gemma_rms_norm(x: Tensor, x_residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Add a residual, and norm the sum: `r = x + x_residual; y = gemma_rms_norm(r, weight, epsilon)`.
 

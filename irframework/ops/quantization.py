@@ -73,7 +73,7 @@ def largest_of_rows(h: Tensor) -> Tensor:
     return h.new_zeros((*h.shape[:-1], 1)) if h.shape[-1] == 0 else h.abs().amax(-1, keepdim=True)
 
 
-@register_op
+@register_op(fuse=True)
 def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """Quantise with a scale that is known before: `q = round(clamp(x * (1 / scale), -448, 448))`, so `x ~ q * scale`.
 
@@ -98,7 +98,7 @@ def static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return fp8_codes(widened(x), scale.reshape(()))
 
 
-@register_op
+@register_op(fuse=True)
 def dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise each row (token) with a scale of its own: `scale = max(|row|) / 448; q = round(row * (1 / scale))`.
 

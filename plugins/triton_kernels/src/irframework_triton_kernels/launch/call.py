@@ -2,7 +2,7 @@
 
 Owns the one place where a kernel is called, and the torch ops' declaration. Does not know what kernels do.
 
-Private torch API used here (read in 2.11 and 2.13): `torch._inductor.config.triton.enable_pdl`.
+Private torch API used here (read in 2.11 and 2.13): `torch._inductor.config.cpp_wrapper`.
 """
 
 import inspect
@@ -73,9 +73,9 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
     """Give a function that launches a kernel a torch op, `torch.ops.irframework_triton_kernels.<name>`.
 
     Plain tensors go straight to the function; all others go through the op, which is a `triton_op`: whoever traces it
-    sees the kernel and not a black box, so Inductor plans its memory and launches it itself. Where Inductor was asked
-    for early launches, they go through the black box `early_<name>`: Inductor has no way to launch a kernel that it
-    sees early.
+    sees the kernel and not a black box, so Inductor plans its memory and launches it itself. Where kernels can be
+    launched early, they go through the black box `early_<name>` instead: Inductor has no way to launch a kernel that
+    it sees early, and a kernel of few rows is over before its launch has paid off (docs/performance.md).
 
     Args:
         name: The op's name; default: the function's.
@@ -96,7 +96,7 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
         def call(x: Tensor, *args: Any, **options: Any) -> Any:
             if is_plain(x):
                 return fn(x, *args, **options)
-            return (early if _inductor_launches_early() else op)(x, *args, **options)
+            return (early if _launched_early() else op)(x, *args, **options)
 
         return call  # type: ignore[return-value]
 
@@ -149,10 +149,14 @@ def _without_launch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _of_thread.launches = True
 
 
-def _inductor_launches_early() -> bool:
-    """Whether Inductor makes its own kernels so that they are launched early, here where they can be."""
+def _launched_early() -> bool:
+    """Whether traced calls are launched by us, early: where the device can, and Python runs what was compiled.
+
+    A kernel waits for the one in front of it before it reads anything, whoever launched that; so this is right beside
+    any other kernels.
+    """
     config: Any = sys.modules.get("torch._inductor.config")
-    return config is not None and config.triton.enable_pdl and abilities(None).early
+    return (config is None or not config.cpp_wrapper) and abilities(None).early
 
 
 def rows_of(x: Tensor) -> Tensor:
