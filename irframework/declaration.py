@@ -26,6 +26,7 @@ _RESERVED_OPS = (
     "rotary",
     "quantization",
     "fused_quantization",
+    "fused_block_quantization",
     "kv_cache",
     "packed_sequences",
     "softmax_attention",

@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "attention": ("softmax_attention", "latent_attention"),
     "cache": ("kv_cache",),
     "encoder": ("encoder_attention",),
-    "quantisation": ("quantization", "block_quantization", "fused_quantization"),
+    "quantisation": ("quantization", "block_quantization", "fused_quantization", "fused_block_quantization"),
     "linear, embedding and logits": ("projection",),
     "MoE": ("mixture_of_experts",),
     "Mamba": ("state_space", "state_space_dual", "causal_convolution"),

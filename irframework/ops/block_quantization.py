@@ -120,7 +120,7 @@ def dynamic_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.to(torch.int8), scale.to(torch.float32)
 
 
-@register_op
+@register_op(fuse=True)
 def quant_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise to NVFP4: 4-bit numbers (E2M1), a scale (E4M3) for each 16 of a row, and one scale for the tensor.
 
@@ -294,14 +294,15 @@ def _check_dequant_nvfp4_values(
         raise ArgumentError("Op 'dequant_nvfp4': argument 'scale' holds a NaN.")
 
 
-def _group_size_for(hidden: int) -> int:
+def group_size_for(hidden: int) -> int:
+    """Return a size of groups worth testing on rows of `hidden` elements."""
     return next((size for size in (128, 64, 32, 16) if hidden and hidden % size == 0), max(hidden, 1))
 
 
 @group_quant_fp8.register_input_generator
 def _group_quant_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     """Groups of 128 where they divide a row, else of 64, 32 or 16, else whole rows."""
-    x, size = torch.randn(shape, **options), _group_size_for(shape[-1])
+    x, size = torch.randn(shape, **options), group_size_for(shape[-1])
     yield x, size
     if len(shape) > 1:
         yield x, size, True
@@ -329,7 +330,7 @@ def _nvfp4_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> It
 @dequant.register_input_generator
 def _dequant_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     """`shape` is that of the codes, `dtype` that of the result."""
-    x, size = torch.randn(shape, device=device), _group_size_for(shape[-1])
+    x, size = torch.randn(shape, device=device), group_size_for(shape[-1])
     yield *dynamic_quant_fp8.native(x), dtype
     yield *tensor_quant_fp8.native(x), dtype
     yield *group_quant_fp8.native(x, size), dtype

@@ -141,7 +141,7 @@ def silu_and_mul_dynamic_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return pair
 
 
-@register_op
+@register_op(fuse=True)
 def gelu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, approximate: str = "none") -> Tensor:
     """Gate by GELU and quantise: `static_quant_fp8(gelu_and_mul(x, approximate), scale)`.
 
@@ -160,7 +160,7 @@ def gelu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, approximate: str = "
     return q
 
 
-@register_op
+@register_op(fuse=True)
 def gelu_and_mul_dynamic_quant_fp8(x: Tensor, approximate: str = "none") -> tuple[Tensor, Tensor]:
     """Gate by GELU and quantise each row with its own scale: `dynamic_quant_fp8(gelu_and_mul(x, approximate))`.
 
@@ -240,20 +240,23 @@ def _gelu_dynamic_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tup
 
 
 @rms_norm_static_quant_fp8.register_value_check
-def _check_norm_static_values(x: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float) -> None:
+def _check_norm_static_values(scale: Tensor) -> None:
     check_scale_values("rms_norm_static_quant_fp8", "scale", scale)
 
 
 @fused_add_rms_norm_static_quant_fp8.register_value_check
-def _check_add_norm_static_values(
-    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
-) -> None:
+def _check_add_norm_static_values(scale: Tensor) -> None:
     check_scale_values("fused_add_rms_norm_static_quant_fp8", "scale", scale)
 
 
 @silu_and_mul_static_quant_fp8.register_value_check
-def _check_silu_static_values(x: Tensor, scale: Tensor) -> None:
+def _check_silu_static_values(scale: Tensor) -> None:
     check_scale_values("silu_and_mul_static_quant_fp8", "scale", scale)
+
+
+@gelu_and_mul_static_quant_fp8.register_value_check
+def _check_gelu_static_values(scale: Tensor) -> None:
+    check_scale_values("gelu_and_mul_static_quant_fp8", "scale", scale)
 
 
 for _op in (

@@ -10,8 +10,8 @@ from irframework import errors
 
 pytestmark = pytest.mark.usefixtures("seeded", "natively")
 
-ELSEWHERE = ("tensor_quant_fp8", "group_quant_fp8")  # tests/ops/test_quantization.py
-NAMES = tuple(name for name in ir.ops.__all__ if name.endswith("_quant_fp8") and name not in ELSEWHERE)
+ELSEWHERE = ("tensor_quant_fp8", "group_quant_fp8")  # tests/ops/test_quantization.py, test_fused_block_quantization.py
+NAMES = tuple(name for name in ir.ops.__all__ if name.endswith("_quant_fp8") and not name.endswith(ELSEWHERE))
 STATIC = tuple(name for name in NAMES if "static" in name)
 FUSED = tuple(name for name in NAMES if name not in ("static_quant_fp8", "dynamic_quant_fp8"))
 FP8 = torch.float8_e4m3fn
@@ -239,14 +239,22 @@ def weights(hidden, dtype):
 SCALE = torch.tensor([0.013])
 
 
+def gated(name):
+    return "_and_mul_" in name
+
+
+def gate_of(name):
+    return ir.ops.silu_and_mul if name.startswith("silu") else ir.ops.gelu_and_mul
+
+
 def fused_and_parts(name, dtype, shape, weight):
     """A call of a fused op, and what the ops that it is made of give one after the other."""
     x, residual = (torch.randn(shape) * 2).to(dtype), torch.randn(shape).to(dtype)
     w = weights(shape[-1], dtype)[weight]
     static = "static" in name
     total = ()
-    if name.startswith("silu"):
-        args, h = (x,), ir.ops.silu_and_mul(x)
+    if gated(name):
+        args, h = (x,), gate_of(name)(x)
     elif name.startswith("rms"):
         args, h = (x, w), ir.ops.rms_norm(x, w, EPSILON)
     else:
@@ -254,7 +262,7 @@ def fused_and_parts(name, dtype, shape, weight):
         total = (summed,)
     assert h.dtype == dtype
     parts = (ir.ops.static_quant_fp8(h, SCALE),) if static else ir.ops.dynamic_quant_fp8(h)
-    args += ((SCALE,) if static else ()) + (() if name.startswith("silu") else (EPSILON,))
+    args += ((SCALE,) if static else ()) + (() if gated(name) else (EPSILON,))
     expected = (*parts, *total)
     return args, expected[0] if len(expected) == 1 else expected
 
@@ -268,6 +276,17 @@ def test_fused_ops_are_their_parts_bit_for_bit(name, dtype, weight):
         op = getattr(ir.ops, name)
         for form in (op, op.torch_op, *([op.maybe_inplace, op.maybe_inplace.torch_op] if op.allow_inplace else [])):
             assert equal(form(*args), expected), (form, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in FUSED if name.startswith("gelu")])
+def test_gelu_may_be_the_one_by_tanh(name, dtype):
+    x = torch.randn(3, 64).to(dtype)
+    h = ir.ops.gelu_and_mul(x, "tanh")
+    static = "static" in name
+    expected = ir.ops.static_quant_fp8(h, SCALE) if static else ir.ops.dynamic_quant_fp8(h)
+    assert equal(getattr(ir.ops, name)(x, *([SCALE] if static else []), "tanh"), expected)
+    assert not torch.equal(h, ir.ops.gelu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -291,9 +310,10 @@ def first(outputs):
 def exact_rows(name, args):
     """What is quantised, in float64 without any rounding."""
     wide = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
-    if name.startswith("silu"):
+    if gated(name):
         gate, up = wide[0].chunk(2, -1)
-        return gate / (1 + torch.exp(-gate)) * up
+        share = 1 / (1 + torch.exp(-gate)) if name.startswith("silu") else (1 + torch.erf(gate / 2**0.5)) / 2
+        return gate * share * up
     x = wide[0] + wide[1] if name.startswith("fused_add") else wide[0]
     weight = wide[2] if name.startswith("fused_add") else wide[1]
     return x / (x.pow(2).mean(-1, keepdim=True) + EPSILON).sqrt() * weight
@@ -381,7 +401,7 @@ def test_a_scalar_is_no_row(name):
         getattr(ir.ops, name)(**arguments(name, **changes))
 
 
-@pytest.mark.parametrize("name", [name for name in FUSED if "silu" not in name])
+@pytest.mark.parametrize("name", [name for name in FUSED if not gated(name)])
 def test_a_weight_that_is_not_as_long_as_a_row_is_refused(name):
     with pytest.raises(errors.ArgumentError, match="argument 'weight' must be a vector as long as a row"):
         getattr(ir.ops, name)(**arguments(name, weight=torch.ones(7)))
@@ -394,7 +414,7 @@ def test_a_residual_unlike_the_rows_is_refused(name, residual):
         getattr(ir.ops, name)(**arguments(name, x_residual=residual))
 
 
-@pytest.mark.parametrize("name", [name for name in FUSED if "silu" in name])
+@pytest.mark.parametrize("name", [name for name in FUSED if gated(name)])
 def test_odd_rows_cannot_be_halved(name):
     with pytest.raises(errors.ArgumentError, match="even"):
         getattr(ir.ops, name)(**arguments(name, x=torch.ones(4, 7)))
@@ -461,5 +481,5 @@ def test_torch_adds_no_gradients_of_codes_that_are_used_twice():
 
 
 def test_every_quantising_op_is_tested_here():
-    families = ("", "rms_norm_", "fused_add_rms_norm_", "silu_and_mul_")
+    families = ("", "rms_norm_", "fused_add_rms_norm_", "silu_and_mul_", "gelu_and_mul_")
     assert sorted(NAMES) == sorted(f"{f}{k}_quant_fp8" for f, k in itertools.product(families, ("static", "dynamic")))
