@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator, model_validator
 
+from irframework import fusion_state
 from irframework.custom_op_rules import parse_rules, rules_in_force
 from irframework.errors import ConfigError, IrError
 from irframework.priority import check_named, env_priorities, parse_priorities, parse_providers
@@ -55,7 +56,8 @@ class KernelConfig(_Model):
     Attributes:
         ir_op_priority: Providers to put in front, by op. A mapping, an `IrOpPriorityConfig`, or a string
             `rms_norm=a,b;silu_and_mul=c`.
-        fusion: Whether compiled graphs may be rewritten to use fused ops. No pass of this version does so yet.
+        fusion: Whether compiled graphs may be rewritten to use fused ops.
+        disable_fusions: Fused ops that no part of a graph is made, in a list or a comma string.
         autotune: Whether providers may measure to choose between their kernels. No provider here does so yet.
         strict: Whether a plugin that fails raises instead of being quarantined.
         batch_invariant: Only implementations that are declared batch invariant may be chosen, or native.
@@ -70,6 +72,7 @@ class KernelConfig(_Model):
 
     ir_op_priority: dict[str, list[str]] = {}
     fusion: bool = True
+    disable_fusions: list[str] = []
     autotune: bool = False
     strict: bool = False
     batch_invariant: bool = False
@@ -93,6 +96,11 @@ class KernelConfig(_Model):
         parse_rules(value)
         words = value.split(",") if isinstance(value, str) else value
         return [word.strip() for word in words if word.strip()]
+
+    @field_validator("disable_fusions", mode="before")
+    @classmethod
+    def _read_fusions(cls, value: Any) -> Any:
+        return fusion_state.read_names(value)
 
     @model_validator(mode="after")
     def _check_rules(self) -> "KernelConfig":
@@ -125,6 +133,8 @@ class KernelConfig(_Model):
         values: dict[str, Any] = {"ir_op_priority": lists} if lists else {}
         if given.get("ir_custom_ops"):
             values["custom_ops"] = given["ir_custom_ops"]
+        if given.get("ir_disable_fusions") is not None:
+            values["disable_fusions"] = given["ir_disable_fusions"]
         config = cls(**values, **switches)
         config._from_cli = True
         return config
@@ -151,6 +161,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--ir-custom-ops",
         metavar="RULE,...",
         help="which ops and layers use kernels: all or none, +name, -name (write --ir-custom-ops=-name)",
+    )
+    group.add_argument(
+        "--ir-disable-fusions", metavar="OP,...", help="fused ops that no part of a compiled graph is made"
     )
     for name, what in (
         ("fusion", "rewrite compiled graphs to use fused ops"),
@@ -200,6 +213,7 @@ def current_config() -> KernelConfig:
     """
     from irframework.settings import effective
 
+    state, known = fusion_state.current(), fusion_state.fused_ops()
     lists: dict[str, list[str]] = {}
     environment = {name: providers for name, providers in env_priorities().items() if name in registry.ops}
     for layer in (layers.config, layers.cli):
@@ -210,7 +224,8 @@ def current_config() -> KernelConfig:
     autotune = any(layer is not None and layer.autotune for layer in (layers.config, layers.cli))
     return KernelConfig(
         ir_op_priority=lists,
-        fusion=effective("fusion"),
+        fusion=state.on,
+        disable_fusions=[name for name in state.without if name in known],
         autotune=autotune,
         strict=effective("strict"),
         batch_invariant=effective("batch_invariant"),

@@ -362,7 +362,7 @@ def snapshot(mode: str) -> Mapping[str, str]:
     key = (mode, _context.get(), _option.get())
     found = _snapshots.get(key)
     if found is None:
-        switches = f"{effective('batch_invariant')} {effective('fusion')}"
+        switches = " ".join(str(effective(name)) for name in ("batch_invariant", "fusion", "disable_fusions"))
         found = _snapshots[key] = {name: _digest(op, mode, switches) for name, op in sorted(registry.ops.items())}
     return found
 

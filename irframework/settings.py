@@ -41,6 +41,7 @@ class Settings:
     batch_invariant: bool
     logging_level: str | None
     fusion: bool
+    disable_fusions: tuple[str, ...]
     disable_passes: tuple[str, ...]
     platform: str | None
     check_donation: bool
@@ -62,11 +63,18 @@ layers = Layers()
 
 
 def effective(name: str) -> Any:
-    """Return the value in force of a switch (`strict`, `batch_invariant`, `fusion`)."""
-    for layer in (layers.config, layers.cli):
+    """Return the value in force of a switch (`strict`, `batch_invariant`, `fusion`, `disable_fusions`)."""
+    layer = getattr(layers, origin(name), None)
+    return getattr(settings() if layer is None else layer, name)
+
+
+def origin(name: str) -> str:
+    """Return who settled a switch: `config`, `cli`, `env` or `default`."""
+    for place in ("config", "cli"):
+        layer = getattr(layers, place)
         if layer is not None and name in layer.model_fields_set:
-            return getattr(layer, name)
-    return getattr(settings(), name)
+            return place
+    return "env" if PREFIX + name.upper() in os.environ else "default"
 
 
 def _flag(text: str) -> bool:
@@ -115,6 +123,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("BATCH_INVARIANT", _flag, False, "1: only implementations declared batch invariant, or native"),
     Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
     Variable("FUSION", _flag, True, "0: what computes a fused op's definition is not made that op"),
+    Variable("DISABLE_FUSIONS", _names, (), "fused ops that no part of a graph is made (comma list)"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
     Variable("CHECK_DONATION", _flag, False, "1: eager calls find who uses a tensor after `maybe_inplace` took it"),

@@ -141,6 +141,7 @@ def _environment() -> tuple[tuple[str, str], ...]:
     import torch
 
     import irframework
+    from irframework import fusion_state
     from irframework.platform import current_platform, platforms
 
     current = current_platform()
@@ -152,6 +153,7 @@ def _environment() -> tuple[tuple[str, str], ...]:
         ("machine", f"{machine.machine()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"),
         ("platform", f"{current.name} (devices {', '.join(current.device_types)})"),
         ("other platforms here", ", ".join(others) or "none"),
+        ("fusion in compiled graphs", str(fusion_state.current())),
     ]
     pairs += [(name, os.environ[name]) for name in sorted(os.environ) if name.startswith("IRFRAMEWORK_")]
     return tuple(pairs)
@@ -178,6 +180,7 @@ def _plugin_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
 
 
 def _setting_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
+    from irframework import fusion_state
     from irframework.discovery import listed_and_not_installed
     from irframework.errors import PrioritySyntaxError, suggest
     from irframework.priority import env_priorities
@@ -196,6 +199,11 @@ def _setting_findings(infos: tuple[PluginInfo, ...]) -> Iterator[Finding]:
         if name not in all_ops():
             text = f"names the op {name!r}, which does not exist.{suggest(name, all_ops())}"
             yield Finding("problem", PREFIX + "OP_PRIORITY", text)
+    for name, hint in fusion_state.unknown_names().items():
+        yield Finding("problem", PREFIX + "DISABLE_FUSIONS", f"names {name!r}, which is no fused op.{hint}")
+    contradiction = fusion_state.contradiction()
+    if contradiction is not None:
+        yield Finding("problem", "fusion", contradiction)
     if settings().plugins == () and infos:
         yield Finding("note", PREFIX + "PLUGINS", "is empty, so no plugin is loaded")
 

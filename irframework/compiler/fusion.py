@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from irframework.compiler.call_arguments import Number, Value, constant
 from irframework.compiler.definitions import Definitions, fake_mode_of
 from irframework.compiler.matches import Judge, Match, Refused
-from irframework.compiler.report import RAISED, MissedFusion, Report
+from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
 from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, derive, stripped
 from irframework.compiler.values import ValueTable
 from irframework.op import IrOp
@@ -82,7 +82,8 @@ class _Fusion:
             self._look_for(skeleton)
         for node, miss in sorted(self.misses.items(), key=lambda item: self.position.get(item[0], 0)):
             if node in self.table.of:
-                self.report.missed_fusions.append(MissedFusion(miss.op, node.name, miss.reason))
+                missed = MissedFusion(miss.op, node.name, miss.reason, source_line(node))
+                self.report.missed_fusions.append(missed)
         if self.moved:
             _sort(self.graph)
 

@@ -143,7 +143,8 @@ class _Run:
             op.name,
             error,
         )
-        self.report.take_back(MissedFusion(op.name, node.name, f"{impl.provider} cannot be lowered: {error}"))
+        reason = f"{impl.provider} cannot be lowered: {error}"
+        self.report.take_back(MissedFusion(op.name, node.name, reason, source_line(node)))
         return op.registered[NATIVE]
 
     def _place(self, node: Node) -> bisecting.Lowered:

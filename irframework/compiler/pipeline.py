@@ -23,7 +23,7 @@ from torch.fx import Graph
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 
 import irframework
-from irframework import bisecting
+from irframework import bisecting, fusion_state
 from irframework.code_files import digest_files, digest_libraries, versions
 from irframework.compiler import guards, inductor_fault, kept_reports
 from irframework.compiler.attempts import Attempt
@@ -134,7 +134,7 @@ def steps_of(stage: str, lowering: Lowering) -> list[Step]:
 def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
     lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
     if stage == BEFORE:
-        fusing = [Step("fuse", _fuse)] if effective("fusion") else []
+        fusing = [Step(fusion_state.PASS, _fuse)] if effective("fusion") else []
         return [*fusing, *_foreign(BEFORE), lower]
     return [
         lower,
@@ -161,7 +161,7 @@ def _plan_outputs(graph: Graph, context: Context) -> None:
 def _warn_about_passes(disabled: set[str]) -> None:
     """Say once that IRFRAMEWORK_DISABLE_PASSES names what cannot be switched off."""
     steps = [step for stage in (BEFORE, AFTER) for step in _all_steps(stage, Lowering(inplace=stage == AFTER))]
-    known = {step.name for step in steps} - _NEEDED
+    known = ({step.name for step in steps} | {fusion_state.PASS}) - _NEEDED  # it is no step where fusion is off
     for name in sorted(disabled - known):
         say_once(
             logging.WARNING,
@@ -307,8 +307,10 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
         if is_inference is None:
             is_inference = _is_inference_graph()
         with guards.choices_of_this_compile(), option_scope(self.option_priority):
+            if self.stage == BEFORE:
+                fusion_state.warn()
             steps = steps_of(self.stage, self.lowering)
-            fusing = is_inference and self.stage == BEFORE and any(step.name == "fuse" for step in steps)
+            fusing = is_inference and self.stage == BEFORE and any(step.name == fusion_state.PASS for step in steps)
             if _concerns_us(graph) or any(step.foreign for step in steps) or (fusing and worth_a_look(graph)):
                 report = current_report()
                 assert report is not None

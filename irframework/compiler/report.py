@@ -49,11 +49,19 @@ class Donation:
 
 @dataclass(frozen=True, slots=True)
 class MissedFusion:
-    """A place where a fused op nearly fitted."""
+    """A place where a fused op nearly fitted.
+
+    Attributes:
+        op: The fused op.
+        node: The node that would have been its output.
+        reason: Why it is not.
+        line: `FILE:LINE, in NAME: CODE` of the user's line that made the node; empty if not known.
+    """
 
     op: str
     node: str
     reason: str
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ class Report:
             "selected_impls": self.selected_impls,
             "decisions": {node: decision.to_dict() for node, decision in self.decisions.items()},
             "fusions": self.fusions,
-            "missed_fusions": [{"op": m.op, "node": m.node, "reason": m.reason} for m in self.missed_fusions],
+            "missed_fusions": [asdict(miss) for miss in self.missed_fusions],
             "donated": [{"op": d.op, "argument": d.argument, "kind": d.kind, "reason": d.reason} for d in self.donated],
             "clones_inserted": self.clones_inserted,
             "clones_removed": self.clones_removed,
@@ -181,7 +189,16 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return self.summary()
+        """The summary, and below it what was not fused: each op and reason once, with one of its places."""
+        places: dict[tuple[str, str], list[MissedFusion]] = {}
+        for miss in self.missed_fusions:
+            places.setdefault((miss.op, miss.reason), []).append(miss)
+        lines = [self.summary()]
+        for (op, reason), misses in sorted(places.items(), key=lambda item: (-len(item[1]), item[0])):
+            more = f" and at {len(misses) - 1} more" if len(misses) > 1 else ""
+            where = f" ({misses[0].line})" if misses[0].line else ""
+            lines.append(f"  not fused: {op} at {misses[0].node}{where}{more}: {reason}")
+        return "\n".join(lines)
 
 
 _lock = threading.Lock()
@@ -273,7 +290,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def _type_text(value: object) -> str:
+def type_text(value: object) -> str:
+    """Dtype, shape and strides of a value, as in `graph_text`; the type's name of what is no tensor."""
     if isinstance(value, torch.Tensor):
         dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         shape = ", ".join(map(str, value.shape))
@@ -281,15 +299,15 @@ def _type_text(value: object) -> str:
             return f"{dtype}[{shape}]"
         return f"{dtype}[{shape}][{', '.join(map(str, value.stride()))}]"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_type_text, value))})"
+        return f"({', '.join(map(type_text, value))})"
     return type(value).__name__ if value is not None else ""
 
 
 def _node_text(node: Node) -> str:
     if node.op == "output":
         return f"return {node.args[0]}"
-    type_text = _type_text(node.meta.get("val", node.meta.get("example_value")))
-    left = f"{node.name}: {type_text}" if type_text else node.name
+    kind = type_text(node.meta.get("val", node.meta.get("example_value")))
+    left = f"{node.name}: {kind}" if kind else node.name
     if node.op == "placeholder":
         return f"{left} = input"
     if node.op == "get_attr":

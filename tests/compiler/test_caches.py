@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 import irframework as ir
-from irframework.compiler import pipeline
+from irframework.compiler import foreign_passes, pipeline
 from irframework.compiler.pipeline import AFTER, BEFORE, PostPass, PrePass
 from irframework.registry import registry
 from irframework.settings import VARIABLES, settings
@@ -25,6 +25,7 @@ from distributions import answer, run_python, write_distribution
 MATTERS = {  # for each field a value other than the default's; None where no compiled code depends on it
     "ir_op_priority": {"rms_norm": ["native"]},
     "fusion": False,
+    "disable_fusions": ["fused_add_rms_norm"],
     "batch_invariant": True,
     "custom_ops": ["all", "-rms_norm"],
     "strict": None,  # how a plugin's failure is told
@@ -60,6 +61,7 @@ VARIABLE_MATTERS = {
     "OP_PRIORITY": "rms_norm=native",
     "BATCH_INVARIANT": "1",
     "FUSION": "0",
+    "DISABLE_FUSIONS": "fused_add_rms_norm",
     "DISABLE_PASSES": "remove_copies",
     "BISECT_LIMIT": "3",
     "PLUGINS": None,  # what is loaded is decided once per process; in the key by what is registered
@@ -153,7 +155,7 @@ def test_what_a_plugins_pass_bakes_in_is_in_the_key_if_its_uuid_says_so(monkeypa
     found = []
     for rank in (0, 1, 0):
         monkeypatch.setattr(
-            pipeline, "compiler_passes", lambda at, rank=rank: [("plug", Sharding(rank))] if at == stage else []
+            foreign_passes, "compiler_passes", lambda at, rank=rank: [("plug", Sharding(rank))] if at == stage else []
         )
         found.append((PrePass() if stage == BEFORE else PostPass()).uuid())
     assert found[0] == found[2] != found[1]
@@ -532,7 +534,7 @@ def test_an_op_that_runs_native_fuses_with_its_surroundings_into_one_kernel(orde
 
 def test_the_time_to_compile_ops_that_are_left_opaque_grows_with_their_number(scale, monkeypatch):
     op = ir.register_op(name=f"{scale.name}_opaque")(opaque)
-    monkeypatch.setattr(pipeline, "steps_of", lambda stage, lowering: [])
+    monkeypatch.setattr(pipeline, "steps_of", lambda *given: [])
 
     def seconds(count):
         def chain(x):

@@ -50,6 +50,7 @@ def test_defaults():
         "strict": False,
         "batch_invariant": False,
         "custom_ops": [],
+        "disable_fusions": [],
     }
 
 
