@@ -18,7 +18,7 @@ from irframework.symbolic import same_sizes
 _CACHES = ("key_cache", "value_cache")
 
 
-@register_op(activations=_CACHES, allow_inplace=True)
+@register_op(activations=_CACHES, allow_inplace=True, fuse=True)
 def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -44,16 +44,26 @@ def reshape_and_cache(
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023).
     """
-    op = "reshape_and_cache"
+    check_write("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping)
+    return _written(key, key_cache, slot_mapping), _written(value, value_cache, slot_mapping)
+
+
+def check_write(
+    op: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise unless keys and values fit their caches and the slots.
+
+    Raises:
+        ArgumentError: Names the op and the argument.
+    """
     _check_slots(op, slot_mapping)
-    keys = _written(op, "key", key, key_cache, slot_mapping)
-    values = _written(op, "value", value, value_cache, slot_mapping)
+    _check_written(op, "key", key, key_cache, slot_mapping)
+    _check_written(op, "value", value, value_cache, slot_mapping)
     if not same_sizes(key_cache.shape[:2], value_cache.shape[:2]):
         raise ArgumentError(
             f"Op {op!r}: argument 'value_cache' has shape {tuple(value_cache.shape)}, 'key_cache' has "
             f"{tuple(key_cache.shape)}; both need the same number of blocks, of the same size."
         )
-    return keys, values
 
 
 def _check_slots(op: str, slots: Tensor) -> None:
@@ -64,22 +74,25 @@ def _check_slots(op: str, slots: Tensor) -> None:
         )
 
 
-def _written(op: str, name: str, x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
-    """The cache with the rows of x in their slots."""
+def _check_written(op: str, name: str, x: Tensor, cache: Tensor, slots: Tensor) -> None:
     check_floating(op, name, x)
     if cache.dtype != x.dtype or cache.dim() != 4:
         raise ArgumentError(
             f"Op {op!r}: argument '{name}_cache' must have dtype {x.dtype}, as {name!r}, and shape [num_blocks, "
             f"block_size, kv_heads, size]; it has {cache.dtype} and {tuple(cache.shape)}."
         )
-    blocks, block_size, heads, size = cache.shape
-    apart = x.dim() == 3
-    fits = same_sizes(x.shape[1:], (heads, size) if apart else (heads * size,))
+    heads, size = cache.shape[2:]
+    fits = same_sizes(x.shape[1:], (heads, size) if x.dim() == 3 else (heads * size,))
     if x.dim() not in (2, 3) or not fits or not same_sizes(x.shape[:1], slots.shape):
         raise ArgumentError(
             f"Op {op!r}: argument {name!r} has shape {tuple(x.shape)}; with {slots.shape[0]} slots and a cache of "
             f"shape {tuple(cache.shape)} it must be [tokens, kv_heads, size] or [tokens, kv_heads * size]."
         )
+
+
+def _written(x: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    """The cache with the rows of x in their slots."""
+    blocks, block_size, heads, size = cache.shape
     count = blocks * block_size
     flat = cache.reshape(count, heads * size)
     # A row more than there are slots: what is left out goes there, without asking which tokens those are.
@@ -89,7 +102,7 @@ def _written(op: str, name: str, x: Tensor, cache: Tensor, slots: Tensor) -> Ten
     return written[:count].reshape(cache.shape)
 
 
-@register_op(activations=_CACHES, allow_inplace=True)
+@register_op(activations=_CACHES, allow_inplace=True, fuse=True)
 def rotary_embedding_reshape_and_cache(
     positions: Tensor,
     query: Tensor,

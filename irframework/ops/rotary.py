@@ -15,7 +15,7 @@ from irframework.ops.layernorm import check_floating, widened
 from irframework.symbolic import same_sizes
 
 
-@register_op(activations=("query", "key"), optional_outputs={1: "key"})
+@register_op(activations=("query", "key"), optional_outputs={1: "key"}, fuse=True)
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,

@@ -8,7 +8,10 @@ from irframework import errors
 
 pytestmark = pytest.mark.usefixtures("seeded", "natively")
 
-NAMES = ("reshape_and_cache", "rotary_embedding_reshape_and_cache")
+NAMES = (
+    "reshape_and_cache", "rotary_embedding_reshape_and_cache", "qk_norm_rotary_embedding_reshape_and_cache",
+)  # fmt: skip
+FUSED = NAMES[1:]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -44,8 +47,13 @@ def fused_arguments(dtype=torch.float32, **sizes):
     return torch.tensor([4, 8, 0, 1, 1]), query, key, *rest, angles(dtype=dtype), key.shape[2]
 
 
+def normed_arguments(dtype=torch.float32):
+    *args, table, head_size = fused_arguments(dtype)
+    return *args, *(torch.randn(head_size).to(dtype) for _ in range(2)), table, head_size, 1e-6
+
+
 def call_of(name):
-    return state() if name == "reshape_and_cache" else fused_arguments()
+    return {NAMES[0]: state, NAMES[1]: fused_arguments, NAMES[2]: normed_arguments}[name]()
 
 
 def changed(name, **values):
@@ -106,6 +114,20 @@ def test_the_fused_op_is_its_two_parts_bit_for_bit(dtype, is_neox):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_the_op_with_norms_is_its_two_parts_bit_for_bit(dtype, is_neox):
+    positions, query, key, value, *caches, slots, q_weight, k_weight, table, size, epsilon = normed_arguments(dtype)
+    got = ir.ops.qk_norm_rotary_embedding_reshape_and_cache(
+        positions, query, key, value, *caches, slots, q_weight, k_weight, table, size, epsilon, is_neox
+    )
+    rotated = ir.ops.qk_norm_rotary_embedding.native(
+        positions, query, key, q_weight, k_weight, table, size, epsilon, is_neox
+    )
+    want = (*rotated, written(rotated[1], caches[0], slots), written(value, caches[1], slots))
+    assert all(map(torch.equal, got, want))
+
+
 def test_the_fused_op_is_exact_against_complex_numbers():
     positions, query, key, value, *caches, slots, cache, head_size = fused_arguments(torch.float64)
     got = ir.ops.rotary_embedding_reshape_and_cache(
@@ -156,10 +178,11 @@ def test_arguments_that_do_not_fit_are_refused(name, fault):
         op(*changed(name, **{argument: spoil(value)}))
 
 
-def test_positions_in_a_matrix_are_refused_by_the_fused_op():
+@pytest.mark.parametrize("name", FUSED)
+def test_positions_in_a_matrix_are_refused_by_the_fused_ops(name):
     positions = torch.zeros(5, 1, dtype=torch.int64)
-    with pytest.raises(errors.ArgumentError, match="argument 'positions' must be a vector"):
-        ir.ops.rotary_embedding_reshape_and_cache(*changed(NAMES[1], positions=positions))
+    with pytest.raises(errors.ArgumentError, match=f"{name}.*argument 'positions' must be a vector"):
+        getattr(ir.ops, name)(*changed(name, positions=positions))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,11 +196,12 @@ def test_a_slot_behind_the_end_of_the_cache_is_refused_before_anything_is_writte
     assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True) if torch.is_tensor(a))
 
 
+@pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("position", [-1, 9])
-def test_a_position_without_angles_is_refused_by_the_fused_op(position):
-    args = changed(NAMES[1], positions=torch.tensor([0, 1, position, 2, 3]))
-    with pytest.raises(errors.ArgumentError, match=f"'positions' holds {position}"):
-        ir.ops.rotary_embedding_reshape_and_cache(*args)
+def test_a_position_without_angles_is_refused_by_the_fused_ops(name, position):
+    args = changed(name, positions=torch.tensor([0, 1, position, 2, 3]))
+    with pytest.raises(errors.ArgumentError, match=f"{name}.*'positions' holds {position}"):
+        getattr(ir.ops, name)(*args)
 
 
 @pytest.mark.parametrize("name", NAMES)
