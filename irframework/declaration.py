@@ -198,7 +198,7 @@ def _redeclare(
     op.__doc__ = native.__doc__
     op.fuse = fuse
     op.source = place
-    op.registered[NATIVE] = IrOpImpl(op, NATIVE, native, batch_invariant=True, plugin=op.plugin, source=place)
+    op.registered[NATIVE] = IrOpImpl(op, NATIVE, native, plugin=op.plugin, source=place)
     registry.changed()
     return op
 

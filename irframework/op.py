@@ -122,7 +122,7 @@ class IrOp:
         self.value_check: Callable[..., None] | None = None
         self.tolerances = dict(TOLERANCES)
         self.registered: dict[str, IrOpImpl] = {
-            NATIVE: IrOpImpl(self, NATIVE, native, batch_invariant=True, plugin=self.plugin, source=self.source)
+            NATIVE: IrOpImpl(self, NATIVE, native, plugin=self.plugin, source=self.source)
         }
         self.__name__ = name
         self.__qualname__ = name
