@@ -40,6 +40,18 @@ class SignatureError(IrError, ValueError):
     """An implementation or predicate does not have the op's signature."""
 
 
+class InvalidFusionError(IrError, ValueError):
+    """The body of an op that is declared with `fuse` cannot be a pattern: it overwrites, or depends on data."""
+
+
+class DuplicateFusionError(IrError, ValueError):
+    """Two ops that are declared with `fuse` compute the same, so that which one a graph gets would be chance."""
+
+
+class SpellingError(IrError, ValueError):
+    """A further spelling of an op computes something else than the op."""
+
+
 class ConditionError(IrError, ValueError):
     """A condition of `ir.supports` names a parameter the op does not have, or has a value it cannot check."""
 
@@ -82,6 +94,10 @@ class LoweringError(IrError, RuntimeError):
 
 class VerifyError(IrError, RuntimeError):
     """A compiler pass left a graph that breaks a rule of the pipeline."""
+
+
+class PassError(IrError, ValueError):
+    """What was given as a compiler pass is none, its stage does not exist, or its order cannot be kept."""
 
 
 class PluginError(IrError, RuntimeError):

@@ -321,6 +321,11 @@ def version_of(name: str) -> str:
     return next((plugin.version for plugin in _plugins if plugin.name == name), "?")
 
 
+def describe(name: str) -> str:
+    """Return what a plugin is called in messages: its name, distribution and version."""
+    return next((plugin.described for plugin in _plugins if plugin.name == name), f"plugin {name!r}")
+
+
 def entry_of(name: str) -> Any:
     """Return the entry point of a plugin, with its distribution; None if there is no such plugin."""
     return next((plugin.entry for plugin in _plugins if plugin.name == name), None)
@@ -356,11 +361,13 @@ def default_priorities(platform: "Platform", mode: str) -> list[Mapping[str, Ite
 
 def compiler_passes(stage: str) -> list[tuple[str, Any]]:
     """Return the graph passes that plugins give for a stage, as (plugin, pass), by plugin name."""
-    return [
-        (plugin.name, graph_pass)
-        for plugin in _active()
-        for graph_pass in _call_or_name(plugin, "irframework_passes", stage=stage) or ()
-    ]
+    found: list[tuple[str, Any]] = []
+    for plugin in _active():
+        passes = _call_or_name(plugin, "irframework_passes", stage=stage)
+        if passes is not None and not isinstance(passes, Iterable):
+            raise PluginError(f"irframework_passes of {plugin.described} returned {passes!r:.60}: no list of passes.")
+        found += [(plugin.name, graph_pass) for graph_pass in passes or ()]
+    return found
 
 
 def cache_key_factors() -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, GraphModule, Node
 
 from irframework.compiler.materialize import COPY, KERNEL
+from irframework.compiler.pass_checks import BrokenGraph
 from irframework.compiler.report import FailedPass, Report, graph_text, location
 from irframework.errors import DonationError, IrError, VerifyError
 from irframework.torch_ops import op_of
@@ -59,13 +60,16 @@ class Attempt:
         return cls(graph, report, before, modules)
 
     @contextmanager
-    def step(self, name: str, *, first: bool = False, optional: bool = True) -> Iterator[None]:
+    def step(
+        self, name: str, *, first: bool = False, optional: bool = True, origin: str | None = None
+    ) -> Iterator[None]:
         """Run one pass; if it fails, give the module its graph back and say what failed, and where.
 
         Args:
             name: The pass.
             first: Whether it is the first one of the stage, so that the graph need not be copied again.
             optional: Whether it can be switched off.
+            origin: Who brought it, if it is not ours.
 
         Raises:
             IrError: Whatever the pass raised, with the place of the graph's text; anything else as `VerifyError`.
@@ -82,13 +86,17 @@ class Attempt:
             self.report.failed = failed
             self.restore()
             ending = f"\n  The graph before pass {name!r}: {failed.file}" if failed.file else ""
-            if isinstance(error, IrError):
-                error.args = (f"{error}{ending}", *error.args[1:])
-                raise
-            at = f" at {failed.where}" if failed.where else ""
+            said = f" It is of {origin}." if origin else ""
             advice = f" IRFRAMEWORK_DISABLE_PASSES={name} switches it off." if optional else ""
+            if isinstance(error, IrError):
+                raised = f"\n  Raised in compiler pass {name!r}.{said}{advice}" if origin else ""
+                error.args = (f"{error}{raised}{ending}", *error.args[1:])
+                raise
+            if isinstance(error, BrokenGraph):
+                raise VerifyError(f"Compiler pass {name!r} broke the graph: {error}.{said}{advice}{ending}") from error
+            at = f" at {failed.where}" if failed.where else ""
             raise VerifyError(
-                f"Compiler pass {name!r} failed{at}: {type(error).__name__}: {error}.{advice}{ending}"
+                f"Compiler pass {name!r} failed{at}: {type(error).__name__}: {error}.{said}{advice}{ending}"
             ) from error
         finally:
             self.report.visiting = None

@@ -11,19 +11,20 @@ from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from irframework.compiler import guards, hooks
 from irframework.compiler.attempts import Attempt
+from irframework.compiler.foreign_passes import Given, read_passes
 from irframework.compiler.pipeline import PostPass, PrePass, remember_place, run_pre_grad
-from irframework.compiler.report import Report
+from irframework.compiler.report import Report, current_report
 from irframework.errors import IrError
 from irframework.platform import current_platform
 from irframework.plugins import platform_compiler
 from irframework.priority import option_scope, parse_priorities
 
-_PRIORITY_OPTION = "ir_op_priority"
+_PRIORITY_OPTION, _PASSES_OPTION = "ir_op_priority", "ir_passes"
 
 
 def irframework(
@@ -39,7 +40,8 @@ def irframework(
         module: What Dynamo captured.
         example_inputs: Its inputs.
         options: `ir_op_priority`, a mapping from ops to provider lists that stands above the configuration and below
-            `with ir.priority`; all others go to Inductor.
+            `with ir.priority`; `ir_passes`, a mapping from stages to lists of passes, which run beside those of plugins
+            and of `ir.compiler.register_pass`; all others go to Inductor.
         mode: As for `torch.compile`.
 
     Returns:
@@ -47,6 +49,7 @@ def irframework(
     """
     rest = dict(options or {})
     option_priority = _priority_option(rest.pop(_PRIORITY_OPTION, None))
+    passes = read_passes(rest.pop(_PASSES_OPTION, None))
     with option_scope(option_priority):  # a mistake in it is found before anything is compiled
         compiler = platform_compiler(current_platform())
     guards.watch_choices()
@@ -55,10 +58,11 @@ def irframework(
     if compiler is None:
         from torch._inductor.compile_fx import compile_fx
 
-        remember_place(module.graph, option_priority)
-        patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority)
+        current_report()
+        remember_place(module.graph, option_priority, passes)
+        patches = hooks.configuration({**hooks.mode_options(mode), **rest}, option_priority, passes)
         return cast("Callable[..., Any]", compile_fx(module, example_inputs, config_patches=patches))
-    return _compile_for_platform(module, example_inputs, compiler, option_priority)
+    return _compile_for_platform(module, example_inputs, compiler, option_priority, passes)
 
 
 def _priority_option(value: Any) -> Mapping[str, Any] | None:
@@ -78,13 +82,14 @@ def _compile_for_platform(
     example_inputs: Sequence[Any],
     compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
     option_priority: Mapping[str, Any] | None,
+    passes: Given,
 ) -> Callable[..., Any]:
     """Hand lowered graphs to the compiler that a plugin gives for its platform."""
     from torch._dynamo.backends.common import aot_autograd
 
     def compile_one(inference: bool) -> Callable[..., Any]:
         def run(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return compiler(lower(graph, inputs, inference=inference, ir_op_priority=option_priority), inputs)
+            return compiler(_lower(graph, inputs, inference, option_priority, passes), inputs)
 
         return run
 
@@ -111,6 +116,7 @@ def lower(
     *,
     inference: bool = False,
     ir_op_priority: Mapping[str, Any] | None = None,
+    ir_passes: Mapping[str, Sequence[Callable[[Graph], object]]] | None = None,
 ) -> GraphModule:
     """Lower all IR ops of a graph of torch overloads, for any backend that runs such graphs.
 
@@ -121,6 +127,7 @@ def lower(
         example_inputs: Its inputs, needed where fake values are missing.
         inference: True if nothing needs the inputs for a backward: only then donated inputs are overwritten.
         ir_op_priority: As the compile option of that name.
+        ir_passes: As the compile option of that name.
 
     Returns:
         The same module, without IR ops.
@@ -128,11 +135,24 @@ def lower(
     Raises:
         LoweringError: An implementation cannot be traced.
         ImplementationContractError: An implementation breaks its op's contract.
+        PassError: `ir_passes` cannot be read.
+        VerifyError: A pass failed, or left a graph that is broken.
     """
+    return _lower(module, example_inputs, inference, ir_op_priority, read_passes(ir_passes))
+
+
+def _lower(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    inference: bool,
+    option_priority: Mapping[str, Any] | None,
+    passes: Given,
+) -> GraphModule:
     _give_values(module, example_inputs)
     attempt = Attempt.at(module.graph, Report(), nested=True)
     try:
-        for stage in (PrePass(ir_op_priority, inductor=False), PostPass(ir_op_priority, inductor=False)):
+        for kind in (PrePass, PostPass):
+            stage = kind(option_priority, passes, inductor=False)
             for each in reversed(list(module.modules())):
                 if isinstance(each, GraphModule):
                     stage(each.graph, inference and each is module)

@@ -1,4 +1,4 @@
-"""What makes Dynamo compile again: a changed choice of kernels, and donated inputs that come to share memory.
+"""What makes Dynamo compile again: another choice of kernels or passes, and donated inputs that come to share memory.
 
 Owns the guards, and the first moment at which the framework learns that an IR op is being compiled. Does not own the
 priorities it watches.
@@ -22,16 +22,18 @@ import torch
 from torch._guards import Guard, TracingContext
 from torch.fx import Graph, Node
 
+from irframework.compiler.foreign_passes import Given, registered_passes
 from irframework.compiler.frames import root_of, sharing_argument
 from irframework.execution import of_a_parameter, shares_storage
 from irframework.priority import current_state, restored, snapshot
 
 _MAX_STATES = 64
 _OTHER_CHOICES = (  # Dynamo shows a guard's text as the reason why it compiles again, or no more
-    "irframework: kernel priorities differ from those this was compiled for (one compile per choice, "
+    "irframework: kernel priorities differ from those this was compiled for, or passes do (one compile per choice, "
     "torch._dynamo.config.recompile_limit in all; further choices run uncompiled)"
 )
 _state_of: weakref.WeakKeyDictionary[TracingContext, Any] = weakref.WeakKeyDictionary()
+_passes_of: weakref.WeakKeyDictionary[TracingContext, Given] = weakref.WeakKeyDictionary()
 _guard_of: weakref.WeakKeyDictionary[TracingContext, Guard] = weakref.WeakKeyDictionary()
 
 
@@ -52,7 +54,7 @@ def watch_choices() -> None:
     guard = _guard_of.get(context)
     if guard is None:
         guard = _guard_of[context] = _priority_guard(context)
-        _state_of[context] = current_state()
+        _state_of[context], _passes_of[context] = current_state(), registered_passes()
     if guard not in context.guards_context.dynamo_guards.inner:  # Dynamo rolls guards back when it retries
         context.guards_context.dynamo_guards.add(guard)
 
@@ -63,6 +65,13 @@ def choices_of_this_compile() -> AbstractContextManager[None]:
     context = TracingContext.try_get()
     state = _state_of.get(context) if context is not None else None
     return nullcontext() if state is None else restored(state)
+
+
+def passes_of_this_compile() -> Given:
+    """The passes that the program had registered when the running compile began."""
+    context = TracingContext.try_get()
+    known = _passes_of.get(context) if context is not None else None
+    return registered_passes() if known is None else known
 
 
 def _priority_guard(context: TracingContext) -> Guard:
@@ -87,8 +96,11 @@ def _unchanged_choices() -> Callable[[object], bool]:
     """A test that the current context chooses as this one does, for all ops: one may hide behind a cached graph."""
     expected = dict(snapshot("inductor"))
     known: dict[object, bool] = {current_state(): True}
+    passes = registered_passes()
 
     def unchanged(_scope: object) -> bool:
+        if registered_passes() != passes:
+            return False
         state = current_state()
         answer = known.get(state)
         if answer is None:

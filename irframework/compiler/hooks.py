@@ -23,6 +23,7 @@ from torch._guards import Guard
 from torch._inductor import config
 from torch.fx import Graph
 
+from irframework.compiler.foreign_passes import Given
 from irframework.compiler.pipeline import InferenceAwarePass, PostPass, PreGradPass, PrePass
 
 _PRE_GRAD, _PRE, _POST = "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
@@ -94,18 +95,21 @@ def donation_is_in_the_key() -> bool:
     return not _takes_lists() or config.pre_grad_pass_timing == "early"
 
 
-def configuration(options: Mapping[str, Any], option_priority: Mapping[str, Any] | None) -> dict[str, Any]:
+def configuration(
+    options: Mapping[str, Any], option_priority: Mapping[str, Any] | None, passes: Given = ()
+) -> dict[str, Any]:
     """Inductor options for one compile: the user's own, with our passes beside theirs.
 
     Args:
         options: Inductor options by name.
         option_priority: The compile option `ir_op_priority`.
+        passes: The compile option `ir_passes`.
     """
     patches: dict[str, Any] = {key.replace("-", "_"): value for key, value in options.items()}
     for name, ours, first in (
         (_PRE_GRAD, PreGradPass(), True),
-        (_PRE, PrePass(option_priority), True),
-        (_POST, PostPass(option_priority), False),
+        (_PRE, PrePass(option_priority, passes), True),
+        (_POST, PostPass(option_priority, passes), False),
     ):
         hook = patches[name] if name in patches else getattr(config, name)
         patches[name] = _with(hook, ours, first=first)

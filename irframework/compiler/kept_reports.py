@@ -31,7 +31,7 @@ _MAX_BYTES = 1 << 22
 _MAX_FILES = 1024
 _PLAIN = ("selected_impls", "fusions", "clones_inserted", "clones_removed", "graphs")
 _RECORDS: dict[str, Any] = {"missed_fusions": MissedFusion, "donated": Donation, "kept_copies": KeptCopy}
-NOT_KEPT = ("timings", "failed", "visiting", "from_cache", "kept_as")  # of one process, or about the keeping
+NOT_KEPT = ("timings", "failed", "visiting", "from_cache", "kept_as", "quiet")  # of one process, or about the keeping
 
 
 def name_of(graph: Graph, keys: Iterable[str | None]) -> str | None:
@@ -75,7 +75,7 @@ def _place(name: str) -> Path | None:
 
 def keep(report: Report) -> None:
     """Write a report beside Inductor's cache, in place of an earlier one of the same compile."""
-    place = _place(report.kept_as) if report.kept_as is not None else None
+    place = _place(report.kept_as) if report.kept_as else None
     if place is None:
         return
     data: dict[str, Any] = {name: getattr(report, name) for name in _PLAIN}
@@ -123,14 +123,17 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def restore(report: Report) -> None:
+def restore(report: Report) -> bool:
     """Fill the report of a compile that came from the cache with what was decided when its passes ran.
 
     It stays as it is where nothing was kept, or where what was kept cannot be read.
+
+    Returns:
+        Whether it was filled.
     """
-    place = _place(report.kept_as) if report.kept_as is not None else None
+    place = _place(report.kept_as) if report.kept_as else None
     if place is None:
-        return
+        return False
     try:
         data = json.loads(place.read_bytes())
         values = {name: data[name] for name in _PLAIN}
@@ -139,9 +142,10 @@ def restore(report: Report) -> None:
         report_like = Report(**values)
         report_like.to_dict()
     except FileNotFoundError:
-        return
+        return False
     except Exception as error:
         logger.debug("The kept report %s cannot be read: %s: %s", place, type(error).__name__, error)
-        return
+        return False
     for name, value in values.items():
         setattr(report, name, value)
+    return True

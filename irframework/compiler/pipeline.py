@@ -25,9 +25,19 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 import irframework
 from irframework import bisecting, fusion_state
 from irframework.code_files import digest_files, digest_libraries, versions
-from irframework.compiler import guards, inductor_fault, kept_reports
+from irframework.compiler import guards, inductor_fault, kept_reports, pass_checks
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.clones import remove_copies, settle_donations
+from irframework.compiler.foreign_passes import (
+    AFTER_FUSION,
+    AFTER_LOWERING,
+    BEFORE_FUSION,
+    STAGES,
+    ForeignPass,
+    Given,
+    in_order,
+    passes_at,
+)
 from irframework.compiler.functionalize import donates, functionalize
 from irframework.compiler.fusion import fuse, worth_a_look
 from irframework.compiler.inlining import LOWERED
@@ -38,16 +48,17 @@ from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
 from irframework.compiler.version_counters import count_overwriting
 from irframework.digest import digest_function, digest_of, digest_of_op
+from irframework.distributed import sequence_parallel, symmetric_memory
 from irframework.errors import suggest
 from irframework.notices import say_once
 from irframework.platform import device_types_here
-from irframework.plugins import cache_key_factors, compiler_passes
+from irframework.plugins import cache_key_factors
 from irframework.priority import entries_for, fingerprint, option_scope
 from irframework.registry import registry
 from irframework.settings import effective, settings
 from irframework.torch_ops import NAMESPACE
 
-BEFORE, AFTER = "before_lowering", "after_lowering"  # the stages that plugins know
+BEFORE, AFTER = "before_lowering", "after_lowering"  # what Inductor calls us for: before and after its own patterns
 _NEEDED = frozenset({"settle_donations", "count_overwriting"})  # part of what a donation means, not improvements
 
 CustomGraphPass: Any = custom_graph_pass.CustomGraphPass
@@ -76,14 +87,14 @@ class Step:
     Attributes:
         name: As in `IRFRAMEWORK_DISABLE_PASSES` and in the report.
         run: What it does, in place.
-        key: Its part of the cache key; None means that the result may not be cached.
-        foreign: Whether a plugin brought it: then it also sees graphs without IR ops.
+        key: Gives its part of the cache key; None means that the result may not be cached.
+        origin: Who brought it; None if it is ours. Others' also see graphs without IR ops, and are checked.
     """
 
     name: str
     run: Callable[[Graph, Context], None]
-    key: str | None = "ours"
-    foreign: bool = False
+    key: Callable[[], str | None] = lambda: "ours"
+    origin: str | None = None
 
 
 @cache
@@ -98,44 +109,46 @@ def _source_digest() -> str:
     return f"{irframework.__version__} {source} {versions()}"
 
 
-def _foreign(stage: str) -> list[Step]:
-    """Passes of plugins: callables that take a graph, with a `uuid()` if their result may be cached."""
-    steps = []
-    for plugin, each in compiler_passes(stage):
-        name = getattr(each, "name", None) or getattr(each, "__name__", type(each).__name__)
-        identity = each.uuid() if hasattr(each, "uuid") else None
-        key = None if identity is None else repr(identity)
-        steps.append(Step(f"{plugin}.{name}", _call_with_graph(each), key, foreign=True))
-    return steps
+def _foreign(stage: str, given: Given, disabled: frozenset[str]) -> list[Step]:
+    """The passes of plugins and of the program at a stage, without those that are switched off."""
+    every = passes_at(stage, given)
+    wanted = [each for each in every if each.name not in disabled]
+    return [
+        Step(each.name, _call_with_graph(each), each.key, each.origin)
+        for each in in_order(stage, wanted, disabled & {each.name for each in every})
+    ]
 
 
-def _call_with_graph(graph_pass: Callable[[Graph], object]) -> Callable[[Graph, Context], None]:
-    def run(graph: Graph, context: Context) -> None:
-        graph_pass(graph)
-
-    return run
+def _call_with_graph(foreign: ForeignPass) -> Callable[[Graph, Context], None]:
+    return lambda graph, context: foreign.run(graph)
 
 
-def steps_of(stage: str, lowering: Lowering) -> list[Step]:
+def steps_of(stage: str, lowering: Lowering, given: Given = ()) -> list[Step]:
     """The passes of a stage in the order in which they run, without those that are switched off.
 
-    Fusion has its place at the head of the first stage: IR ops are whole there, and nothing is lowered yet.
+    Fusion has its place in the first stage: IR ops are whole there, and nothing is lowered yet.
+
+    Args:
+        stage: `BEFORE` or `AFTER`.
+        lowering: The stage's own lowering pass.
+        given: Passes of the program.
     """
-    steps = _all_steps(stage, lowering)
-    disabled = set(settings().disable_passes)
+    disabled = frozenset(settings().disable_passes)
     if disabled:
-        _warn_about_passes(disabled)
+        _warn_about_passes(disabled, given)
         disabled -= _NEEDED
     if disabled & {"lower_functional", "lower_inplace"}:  # what is left on purpose is no fault
-        disabled.add("verify")
+        disabled |= {"verify"}
+    steps = _all_steps(stage, lowering, given, disabled)
     return [step for step in steps if step.name not in disabled]
 
 
-def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
+def _all_steps(stage: str, lowering: Lowering, given: Given, disabled: frozenset[str]) -> list[Step]:
     lower = Step(lowering.name, lambda graph, context: lowering(graph, context.report))
     if stage == BEFORE:
         fusing = [Step(fusion_state.PASS, _fuse)] if effective("fusion") else []
-        return [*fusing, *_foreign(BEFORE), lower]
+        foreign = [_foreign(at, given, disabled) for at in (BEFORE_FUSION, AFTER_FUSION)]
+        return [*foreign[0], *_dividing(), *fusing, *foreign[1], lower]
     return [
         lower,
         Step("materialize", lambda graph, context: materialize(graph, context.report)),
@@ -143,9 +156,22 @@ def _all_steps(stage: str, lowering: Lowering) -> list[Step]:
         Step("settle_donations", lambda graph, context: settle_donations(graph)),
         Step("count_overwriting", lambda graph, context: count_overwriting(graph)),
         Step("plan_outputs", _plan_outputs),
-        *_foreign(AFTER),
+        *_foreign(AFTER_LOWERING, given, disabled),
         Step("verify", lambda graph, context: verify(graph)),
     ]
+
+
+def _dividing() -> list[Step]:
+    """Sequence parallelism stands before fusion, which finds what it leaves and what it makes."""
+    tokens = effective("sequence_parallel")
+    if tokens is None:
+        return []
+
+    def divide(graph: Graph, context: Context) -> None:
+        if context.inference:
+            sequence_parallel.divide_sequences(graph, context.report, tokens)
+
+    return [Step(sequence_parallel.NAME, divide, lambda: sequence_parallel.step_key(tokens))]
 
 
 def _fuse(graph: Graph, context: Context) -> None:
@@ -158,10 +184,17 @@ def _plan_outputs(graph: Graph, context: Context) -> None:
         plan_outputs(graph, context.report)
 
 
-def _warn_about_passes(disabled: set[str]) -> None:
+def _warn_about_passes(disabled: frozenset[str], given: Given) -> None:
     """Say once that IRFRAMEWORK_DISABLE_PASSES names what cannot be switched off."""
-    steps = [step for stage in (BEFORE, AFTER) for step in _all_steps(stage, Lowering(inplace=stage == AFTER))]
-    known = ({step.name for step in steps} | {fusion_state.PASS}) - _NEEDED  # it is no step where fusion is off
+    foreign = [each.name for stage in STAGES for each in passes_at(stage, given)]
+    without = frozenset(foreign)  # their order does not matter here, and may be what is wrong
+    steps = [
+        step
+        for stage in (BEFORE, AFTER)
+        for step in _all_steps(stage, Lowering(inplace=stage == AFTER), given, without)
+    ]
+    optional = {fusion_state.PASS, sequence_parallel.NAME}  # no steps where they are off
+    known = {*foreign, *(step.name for step in steps), *optional} - _NEEDED
     for name in sorted(disabled - known):
         say_once(
             logging.WARNING,
@@ -175,12 +208,14 @@ def _warn_about_passes(disabled: set[str]) -> None:
 def _key(steps: Sequence[Step]) -> str | None:
     """One digest of the passes that run, of every choice they can meet, and of the framework; None if the choices of
     this process are numbered, since a graph that comes from a cache takes no numbers."""
-    if bisecting.active() or any(step.key is None for step in steps):
+    keys = [(step.name, step.key()) for step in steps]
+    if bisecting.active() or any(key is None for _, key in keys):
         return None
     digest = hashlib.sha256(_source_digest().encode())
-    digest.update(repr([(step.name, step.key) for step in steps]).encode())
+    digest.update(repr(keys).encode())
     digest.update(fingerprint("inductor").encode() + _editable_code().encode())
     digest.update(digest_function(cache_key_factors()).encode() + digest_libraries().encode())
+    digest.update(symmetric_memory.state().encode())
     return digest.hexdigest()
 
 
@@ -203,11 +238,16 @@ def _run(stage: str, steps: Sequence[Step], graph: Graph, context: Context) -> N
         _keep_text(context.report, "before lowering", graph)
     attempt = Attempt.at(graph, context.report)
     for number, step in enumerate(steps):
-        with attempt.step(step.name, first=number == 0, optional=step.name not in _NEEDED):
+        with attempt.step(step.name, first=number == 0, optional=step.name not in _NEEDED, origin=step.origin):
+            before = None if step.origin is None else pass_checks.Before.of(graph)
             began = time.perf_counter()
             observer = GraphTransformObserver(module, step.name, subsystem="irframework")
             observer.apply_graph_pass(_bound(step, context))
-            context.report.add_time(step.name, time.perf_counter() - began)
+            ended = time.perf_counter()
+            context.report.add_time(step.name, ended - began)
+            if before is not None:
+                before.check(graph, inference=context.inference)
+                context.report.add_time("check_passes", time.perf_counter() - ended)
     _keep_text(context.report, "functional ops lowered" if stage == BEFORE else "lowered", graph)
 
 
@@ -246,7 +286,9 @@ class PreGradPass(CustomGraphPass):  # type: ignore[misc]
         """Rewrite a graph of torch functions in place."""
         from irframework.compiler import hooks
 
+        guards.watch_choices()  # a plain torch program holds no IR op whose trace would do so
         run_pre_grad(graph, donate_inputs=hooks.donation_is_in_the_key())
+        current_report(quiet=True)
         remember_place(graph)
 
     def uuid(self) -> str:
@@ -271,19 +313,20 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
         report.add_time("functionalize", time.perf_counter() - began)
 
 
-def remember_place(graph: Graph, option_priority: Mapping[str, Any] | None = None) -> None:
+def remember_place(graph: Graph, option_priority: Mapping[str, Any] | None = None, passes: Given = ()) -> None:
     """Give the report of a compile for Inductor its place beside Inductor's cache.
 
     Args:
         graph: The graph after the pre-grad stage.
         option_priority: The compile option `ir_op_priority`.
+        passes: The compile option `ir_passes`.
     """
     report = current_report(create=False)
     if report is not None and report.kept_as is None:
-        keys = [kind(option_priority).uuid() for kind in (PrePass, PostPass)]
+        keys = [kind(option_priority, passes).uuid() for kind in (PrePass, PostPass)]
         with guards.choices_of_this_compile(), option_scope(option_priority):  # a decision says who asked for it
             keys += [repr(entries_for(op, mode="inductor")) for _, op in sorted(registry.ops.items())]
-        report.kept_as = kept_reports.name_of(graph, keys)
+        report.kept_as = kept_reports.name_of(graph, keys) or ""
 
 
 class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
@@ -291,8 +334,11 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
 
     stage: str
 
-    def __init__(self, option_priority: Mapping[str, Any] | None = None, *, inductor: bool = True) -> None:
+    def __init__(
+        self, option_priority: Mapping[str, Any] | None = None, passes: Given = (), *, inductor: bool = True
+    ) -> None:
         self.option_priority = dict(option_priority or {})
+        self.passes = passes
         self.inductor = inductor
         self.lowering = Lowering(inplace=self.stage == AFTER)
 
@@ -304,26 +350,33 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Run the stage on a graph, in place; `is_inference` is None where Inductor does not say (2.11)."""
         inductor_fault.correct()
+        guards.watch_choices()
         if is_inference is None:
             is_inference = _is_inference_graph()
         with guards.choices_of_this_compile(), option_scope(self.option_priority):
             if self.stage == BEFORE:
                 fusion_state.warn()
-            steps = steps_of(self.stage, self.lowering)
+            steps = self._steps()
             fusing = is_inference and self.stage == BEFORE and any(step.name == fusion_state.PASS for step in steps)
-            if _concerns_us(graph) or any(step.foreign for step in steps) or (fusing and worth_a_look(graph)):
+            if _concerns_us(graph) or any(step.origin for step in steps) or (fusing and worth_a_look(graph)):
                 report = current_report()
                 assert report is not None
                 bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])
                 report.from_cache = False  # of a forward that was, the backward may not be
                 _run(self.stage, steps, graph, Context(report, is_inference, self.inductor))
-                if self.stage == AFTER:
-                    kept_reports.keep(report)
+            if self.stage == AFTER:
+                done = current_report(create=False)
+                if done is not None and done.timings:
+                    kept_reports.keep(done)
 
     def uuid(self) -> str | None:
         """The cache key of the very list that runs; None (no caching) if a plugin's pass has none."""
+        guards.watch_choices()  # what the key depends on: on a hit nothing else of ours may run
         with guards.choices_of_this_compile(), option_scope(self.option_priority):
-            return _key(steps_of(self.stage, self.lowering))
+            return _key(self._steps())
+
+    def _steps(self) -> list[Step]:
+        return steps_of(self.stage, self.lowering, (*guards.passes_of_this_compile(), *self.passes))
 
 
 class PrePass(_PostGradPass):

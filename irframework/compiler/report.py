@@ -100,7 +100,9 @@ class Report:
         visiting: The node that the running pass is at.
         from_cache: True if the compiled code came from a cache, so that no pass ran: the rest is what was kept when
             they ran (not the timings), or empty if nothing was kept.
-        kept_as: The name under which the report is kept for a compile that comes from the cache; None if it is not.
+        kept_as: The name under which the report is kept for a compile that comes from the cache; None if that
+            was not asked yet, empty if it is not kept.
+        quiet: True while all that is known of the graph is that it holds no IR op: nobody is shown the report yet.
     """
 
     selected_impls: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Report:
     visiting: Node | None = None
     from_cache: bool = False
     kept_as: str | None = None
+    quiet: bool = False
 
     def add_selected(self, selected: dict[str, dict[str, str]]) -> None:
         """Add what one lowering pass chose."""
@@ -217,48 +220,56 @@ def recent_reports() -> list[Report]:
     return list(_recent)
 
 
-def current_report(*, create: bool = True) -> Report | None:
+def current_report(*, create: bool = True, quiet: bool = False) -> Report | None:
     """The report of the compile that runs now: passes of one Dynamo compile share one.
 
     Args:
         create: Make a report if this compile has none yet.
+        quiet: Do not show it before somebody asks for it who does not say so.
     """
-    global _last
     context = torch._guards.TracingContext.try_get()
     with _lock:
         report = _by_context.get(context) if context is not None else None
         if report is None and create:
-            report = Report()
+            report = Report(quiet=True)
             if context is not None:
                 _by_context[context] = report
-            _recent.append(report)
-        if report is not None and create:
-            _last = report
+        if report is not None and create and not quiet:
+            _show(report)
         return report
 
 
+def _show(report: Report) -> None:
+    global _last
+    if report.quiet:
+        report.quiet = False
+        _recent.append(report)
+    _last = report
+
+
 def close_compile(context: object, *, cached: bool) -> None:
-    """Finish the report when Dynamo has finished a compile that traced IR ops.
+    """Finish the report when Dynamo has finished a compile that our passes were there for.
 
     Args:
         context: Dynamo's tracing context of the compile.
         cached: Whether compiled code was taken from a cache meanwhile.
     """
-    global _last
     with _lock:
         report = _by_context.get(context)
         passes_ran = report is not None and bool(report.timings.keys() - {"functionalize"})
         if not passes_ran and not cached:
-            return  # a backend that runs IR ops as they are
+            return  # a backend that runs IR ops as they are, or nothing to do
         if report is None:
             report = _by_context[context] = Report()
             _recent.append(report)
-        report.from_cache = not passes_ran
-        _last = report
+    report.from_cache = not passes_ran
     if report.from_cache:
         from irframework.compiler import kept_reports
 
-        kept_reports.restore(report)
+        if not kept_reports.restore(report) and report.quiet:
+            return  # plain torch, and nothing was done to it
+    with _lock:
+        _show(report)
     logger.info("%s", report.summary())
 
 

@@ -6,7 +6,7 @@ from compiler_support import report, run, tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import irframework as ir
-from irframework.compiler import pipeline
+from irframework.compiler import foreign_passes, pipeline
 from irframework.compiler.pipeline import AFTER, BEFORE
 from irframework.compiler.report import graph_text
 from irframework.errors import DonationError, LoweringError, VerifyError
@@ -17,14 +17,14 @@ def test_a_pass_that_fails_is_named(monkeypatch, add):
     def broken(graph):
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(pipeline, "compiler_passes", lambda stage: [("plug", broken)])
+    monkeypatch.setattr(foreign_passes, "compiler_passes", lambda stage: [("plug", broken)])
     with pytest.raises(Exception, match=r"'plug.broken' failed: ZeroDivisionError: oops"):
         run(lambda *a: add.op(*a), *tensors((4, 8), (4, 8), (8,)))
 
 
 def lowered_text_of_a_failing_pass(monkeypatch, add, stage, broken):
     """A graph with one call of `add`, lowered with a plugin's pass that fails; what was raised, and the graph after."""
-    monkeypatch.setattr(pipeline, "compiler_passes", lambda s: [("plug", broken)] if s == stage else [])
+    monkeypatch.setattr(foreign_passes, "compiler_passes", lambda s: [("plug", broken)] if s == stage else [])
     module = make_fx(lambda *a: add.op(*a), tracing_mode="fake")(*tensors((4, 8), (4, 8), (8,)))
     before = graph_text(module.graph)
     with add.priority("inp"), pytest.raises(VerifyError) as caught:
