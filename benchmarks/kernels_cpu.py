@@ -63,7 +63,7 @@ QUANTISING = tuple(
 # gate. Numbers that decide nothing about speed are the ops' defaults.
 ELEMENTS = ("gelu_new", "gelu_fast", "quick_gelu", "relu2", "xielu")
 GATED = ("mul_and_silu", "fatrelu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
-BLOCKS = ("tensor_quant_fp8", "dynamic_quant_int8", "group_quant_fp8")
+BLOCKS = ("tensor_quant_fp8", "dynamic_quant_int8", "group_quant_fp8", "dequant")
 GEMMA = ("gemma_rms_norm", "fused_add_gemma_rms_norm")
 FURTHER = (*ELEMENTS, *GATED, *BLOCKS, *GEMMA)
 
@@ -173,6 +173,8 @@ def further_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compile
         args = (x, torch.tensor([0.2]), torch.tensor([-1.05]))
     elif op == "gelu_and_mul_sparse":
         args = (x, 0.95)
+    elif op == "dequant":
+        args = (*ir.ops.group_quant_fp8.native(x), dtype)
     elif op == "gemma_rms_norm":
         args = (x, weight, EPSILON)
     elif op == "fused_add_gemma_rms_norm":

@@ -164,7 +164,6 @@ struct CacheArgs {
   CachedTensor tensors[2];
   const void* slots;  // one per token, int64 or int32
   bool wide_slots;
-  int64_t slot_count;
 };
 
 // Keys or values, [blocks, block_size, heads, size]. Strides are in elements.
@@ -205,7 +204,6 @@ struct AttentionArgs {
   int64_t token_stride;
   int64_t head_stride;
   int64_t block_size;
-  int64_t block_count;
   int64_t sink_stride;
   int64_t kv_heads;
   int64_t group;

@@ -1,5 +1,5 @@
 // Owns the op decode_attention: its checks, how the keys of its sequences are cut into spans, and its arguments. Only the
-// CPU library has it. The numbers in its integer tensors are read here, and never lead outside of a tensor.
+// CPU library has it. The numbers in its integer tensors are looked at here, before anything is written.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -52,7 +52,6 @@ AttentionArgs arguments_of(const char* op, const View& query, const View& keys, 
   args.keys = attended_tensor(op, keys, query);
   args.values = attended_tensor(op, values, query);
   args.block_size = keys.size(dims - 3);
-  args.block_count = paged ? keys.size(0) : 1;
   args.kv_heads = keys.size(-2);
   args.group = query.size(1) / args.kv_heads;
   args.head_size = query.size(2);
@@ -63,18 +62,59 @@ AttentionArgs arguments_of(const char* op, const View& query, const View& keys, 
   return args;
 }
 
+// Where the keys of a call's sequences are, as its integer tensors say.
+struct Sequences {
+  int64_t count;
+  const int32_t* offsets;  // of the queries: `count + 1`
+  const int32_t* lengths;  // in keys; null: as many as queries
+  const int32_t* table;    // null: all keys lie side by side
+  int64_t table_stride;
+  int64_t longest;  // keys that a sequence may have
+  int64_t block_count;
+};
+
+[[noreturn]] void fail_at(const char* op, const char* name, int64_t sequence, int64_t number, const std::string& limit) {
+  fail(op, std::string(name) + " gives sequence " + std::to_string(sequence) + " " + std::to_string(number) + "; " + limit);
+}
+
+// Refuses what the op's own value check refuses.
+void check_numbers(const char* op, const Sequences& s, const AttentionArgs& args, int64_t tokens, int64_t key_count) {
+  if (s.offsets[0] != 0) fail(op, "cu_seqlens_q must start with 0, it starts with " + std::to_string(s.offsets[0]));
+  for (int64_t i = 0; i < s.count; ++i) {
+    const int64_t queries = int64_t{s.offsets[i + 1]} - s.offsets[i];
+    if (queries < 0 || queries > 1) fail_at(op, "cu_seqlens_q", i, queries, "a sequence has one query, or none");
+  }
+  if (s.offsets[s.count] > tokens) {
+    fail(op, "cu_seqlens_q ends with " + std::to_string(s.offsets[s.count]) + ", but there are " +
+                 std::to_string(tokens) + " queries");
+  }
+  int64_t total = 0;
+  for (int64_t i = 0; s.lengths != nullptr && i < s.count; ++i) {
+    const int64_t length = s.lengths[i];
+    if (length < 0 || length > s.longest) {
+      fail_at(op, "seq_lens", i, length, "it may have 0 to " + std::to_string(s.longest) + " keys");
+    }
+    total += length;
+    for (int64_t block = 0; s.table != nullptr && block * args.block_size < length; ++block) {
+      const int64_t number = s.table[i * s.table_stride + block];
+      if (number < 0 || number >= s.block_count) {
+        fail_at(op, "block_table", i, number, "the cache has " + std::to_string(s.block_count) + " blocks");
+      }
+    }
+  }
+  if (s.table == nullptr && total > key_count) {
+    fail(op, "seq_lens adds up to " + std::to_string(total) + " keys, but there are " + std::to_string(key_count));
+  }
+}
+
 struct Cut {
   std::vector<AttentionSpan> spans;
   std::vector<AttentionJoin> joins;
-  std::vector<bool> covered;  // by token
   int64_t parts = 0;
   int64_t keys = 0;
 
-  explicit Cut(int64_t tokens) : covered(tokens) {}
-
   void add(int64_t token, int64_t start, int64_t first, int64_t last) {
     const int64_t pieces = (last - first + kSpan - 1) / kSpan;
-    covered[token] = true;
     keys += last - first;
     if (pieces < 2) {
       spans.push_back({token, start, first, last, -1});
@@ -87,6 +127,56 @@ struct Cut {
   }
 };
 
+// The first tokens, one after the other, belong to the sequences that have a query.
+Cut cut_sequences(const Sequences& s, std::optional<int64_t> window) {
+  Cut cut;
+  cut.spans.reserve(s.count);
+  int64_t start = 0;
+  for (int64_t i = 0; i < s.count; ++i) {
+    const int64_t queries = s.offsets[i + 1] - s.offsets[i], length = s.lengths != nullptr ? s.lengths[i] : queries;
+    if (queries > 0) {
+      const int64_t first = window.has_value() ? std::max<int64_t>(length - *window, 0) : 0;
+      cut.add(s.offsets[i], s.table != nullptr ? i * s.table_stride : start, first, length);
+    }
+    start += length;
+  }
+  return cut;
+}
+
+// Reads what says where the keys are, and checks all of it.
+Sequences sequences_of(const char* op, const View& query, const View& keys, const View& cut_at,
+                       const OptionalTensor& seq_lens, std::optional<int64_t> max_seqlen_k,
+                       const OptionalTensor& block_table, AttentionArgs& args) {
+  Sequences s{};
+  s.offsets = numbers_of(op, cut_at, 1);
+  s.count = cut_at.size(0) - 1;
+  s.longest = keys.size(0);
+  if (s.count < 0) fail(op, "cu_seqlens_q must hold one number more than there are sequences, got none");
+  if (seq_lens.has_value()) {
+    const View at = view_of(op, "seq_lens", *seq_lens, query.device);
+    s.lengths = numbers_of(op, at, 1);
+    if (at.size(0) != s.count) fail(op, "seq_lens must hold a number for each sequence, got shape " + shape_of(at));
+  } else if (block_table.has_value() || max_seqlen_k.has_value()) {
+    fail(op, std::string(block_table.has_value() ? "block_table" : "max_seqlen_k") + " needs seq_lens");
+  } else if (keys.size(0) != query.size(0)) {
+    fail(op, "without seq_lens there must be as many keys as queries, got " + shape_of(keys) + " and " + shape_of(query));
+  }
+  if (block_table.has_value()) {
+    const View table = view_of(op, "block_table", *block_table, query.device);
+    args.table = s.table = numbers_of(op, table, 2);
+    s.table_stride = table.stride(0);
+    s.longest = table.size(1) * args.block_size;
+    s.block_count = keys.size(0);
+    if (table.size(0) != s.count) fail(op, "block_table must have a row for each sequence, got " + shape_of(table));
+  }
+  if (max_seqlen_k.has_value()) {
+    if (*max_seqlen_k < 0) fail(op, "max_seqlen_k must not be negative");
+    s.longest = std::min(s.longest, *max_seqlen_k);
+  }
+  check_numbers(op, s, args, query.size(0), keys.size(0));
+  return s;
+}
+
 void attend(const char* op, const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& cu_seqlens_q,
             const OptionalTensor& seq_lens, std::optional<int64_t> max_seqlen_k, const OptionalTensor& block_table,
             double scale, std::optional<int64_t> window, std::optional<double> soft_cap, const OptionalTensor& sinks,
@@ -94,24 +184,7 @@ void attend(const char* op, const Tensor& query, const Tensor& keys, const Tenso
   const View q = view_of(op, "query", query), k = view_of(op, "keys", keys, q.device);
   const View v = view_of(op, "values", values, q.device), cut_at = view_of(op, "cu_seqlens_q", cu_seqlens_q, q.device);
   AttentionArgs args = arguments_of(op, q, k, v, block_table.has_value());
-  const int32_t* offsets = numbers_of(op, cut_at, 1);
-  const int64_t sequences = cut_at.size(0) - 1, tokens = q.size(0), rows = k.size(0);
-  const int32_t* lengths = nullptr;
-  int64_t room = rows, table_stride = 0;
-  if (seq_lens.has_value()) {
-    const View at = view_of(op, "seq_lens", *seq_lens, q.device);
-    lengths = numbers_of(op, at, 1);
-    if (at.size(0) != sequences) fail(op, "seq_lens must hold a number for each sequence, got shape " + shape_of(at));
-  }
-  if (block_table.has_value()) {
-    const View table = view_of(op, "block_table", *block_table, q.device);
-    args.table = numbers_of(op, table, 2);
-    table_stride = table.stride(0);
-    room = table.size(1) * args.block_size;
-    if (table.size(0) != sequences) fail(op, "block_table must have a row for each sequence, got " + shape_of(table));
-    if (lengths == nullptr) fail(op, "block_table needs seq_lens");
-  }
-  if (max_seqlen_k.has_value()) room = std::min(room, std::max<int64_t>(*max_seqlen_k, 0));
+  const Sequences sequences = sequences_of(op, q, k, cut_at, seq_lens, max_seqlen_k, block_table, args);
   if (window.has_value() && *window < 1) fail(op, "window must be at least 1");
   if (soft_cap.has_value() && !(*soft_cap > 0)) fail(op, "soft_cap must be more than 0");
   args.scale = static_cast<float>(scale);
@@ -123,27 +196,15 @@ void attend(const char* op, const Tensor& query, const Tensor& keys, const Tenso
     args.sinks = data_of(at);
     args.sink_stride = at.stride(0);
   }
-  const int64_t sizes[3] = {tokens, q.size(1), args.value_size};
+  const int64_t sizes[3] = {q.size(0), q.size(1), args.value_size};
   *out = output_for(op, "out", given ? out : nullptr, q, sizes, q.dtype);
   args.out = out->data_ptr();
-  if (tokens * sizes[1] * sizes[2] == 0) return;
+  if (sizes[0] * sizes[1] * sizes[2] == 0) return;
 
-  Cut cut(tokens);
-  int64_t start = 0;
-  for (int64_t sequence = 0; sequence < sequences; ++sequence) {
-    const int64_t token = offsets[sequence];
-    const bool queried = offsets[sequence + 1] > token && token >= 0 && token < tokens && !cut.covered[token];
-    const int64_t length = lengths != nullptr ? std::max<int64_t>(lengths[sequence], 0) : 1;
-    const int64_t from = args.table != nullptr ? sequence * table_stride : lengths != nullptr ? start : token;
-    start += length;
-    if (!queried) continue;
-    const int64_t last = std::min({length, room, args.table != nullptr ? room : std::max<int64_t>(rows - from, 0)});
-    cut.add(token, from, window.has_value() ? std::max<int64_t>(last - *window, 0) : 0, last);
-  }
   const int64_t row_bytes = sizes[1] * sizes[2] * (args.type == Type::f32 ? 4 : 2);
-  for (int64_t token = 0; token < tokens; ++token) {
-    if (!cut.covered[token]) std::memset(static_cast<char*>(args.out) + token * row_bytes, 0, row_bytes);
-  }
+  const int64_t covered = sequences.offsets[sequences.count];
+  std::memset(static_cast<char*>(args.out) + covered * row_bytes, 0, (sizes[0] - covered) * row_bytes);
+  const Cut cut = cut_sequences(sequences, window);
   if (cut.spans.empty()) return;
   const std::unique_ptr<float[]> parts(cut.parts > 0 ? new float[cut.parts * args.part_width + 16] : nullptr);
   args.spans = cut.spans.data();

@@ -1,5 +1,7 @@
 // Owns the quantisations that only the CPU has kernels for (one scale for a tensor, for a group of a row, to int8), and the
 // way back: their checks, outputs and arguments.
+#include <cmath>
+
 #include "launch.h"
 #include "ops.h"
 
@@ -111,6 +113,13 @@ void lay_out_scales(const char* op, const View& codes, const View& scale, Dequan
   if (!fits) fail(op, "scale does not fit q, they have shapes " + shape_of(scale) + " and " + shape_of(codes));
 }
 
+// Zero and what is not finite are refused, as the op's value check does.
+void check_scale_values(const char* op, const float* scales, int64_t count) {
+  bool wrong = false;
+  for (int64_t i = 0; i < count; ++i) wrong |= scales[i] == 0.0f || !std::isfinite(scales[i]);
+  if (wrong) fail(op, "scale must be finite and not zero");
+}
+
 Type result_type(const char* op, ScalarType dtype) {
   if (dtype == ScalarType::Float) return Type::f32;
   if (dtype == ScalarType::BFloat16) return Type::bf16;
@@ -135,9 +144,10 @@ Tensor values(const Tensor& q, const Tensor& scale, ScalarType dtype, bool colum
   args.column_major = column_major;
   lay_out_scales(op, view, scales, args);
   args.code_rows = rows_of(op, view, view.dims - 1);
+  args.scales = static_cast<const float*>(data_of(scales));
+  check_scale_values(op, args.scales, scales.numel());
   Tensor out = output_for(op, "out", given, view, view.sizes, dtypes[static_cast<int>(args.type)]);
   args.codes = static_cast<const uint8_t*>(data_of(view));
-  args.scales = static_cast<const float*>(data_of(scales));
   args.out = out.data_ptr();
   const int64_t rows = product(view, view.dims - 1);
   if (rows > 0 && args.cols > 0) run(op, view.device, args, rows);

@@ -33,6 +33,20 @@ void fill_cached(const char* op, const View& x, const View& cache, int64_t token
   to.head_stride = apart ? x.stride(1) * bytes : to.head_bytes;
 }
 
+// A negative slot is none; one behind the end of the cache is a mistake.
+void check_slots(const char* op, const CacheArgs& args, int64_t tokens, int64_t slot_count) {
+  int64_t largest = -1;
+  for (int64_t i = 0; i < tokens; ++i) {
+    const int64_t slot = args.wide_slots ? static_cast<const int64_t*>(args.slots)[i]
+                                         : static_cast<const int32_t*>(args.slots)[i];
+    largest = slot > largest ? slot : largest;
+  }
+  if (largest >= slot_count) {
+    fail(op, "slot_mapping holds " + std::to_string(largest) + ", but the cache has " + std::to_string(slot_count) +
+                 " slots");
+  }
+}
+
 void cached(const char* op, const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
             const Tensor& slot_mapping) {
   static const int32_t int32 = aoti_torch_dtype_int32(), int64 = aoti_torch_dtype_int64();
@@ -54,7 +68,7 @@ void cached(const char* op, const Tensor& key, const Tensor& value, const Tensor
   }
   args.slots = data_of(slots);
   args.wide_slots = slots.dtype == int64;
-  args.slot_count = keys.size(0) * keys.size(1);
+  check_slots(op, args, tokens, keys.size(0) * keys.size(1));
   if (tokens > 0) run(op, k.device, args, tokens);
 }
 

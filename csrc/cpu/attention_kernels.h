@@ -187,7 +187,7 @@ struct Tile {
   int64_t values[kTile];
 };
 
-// The tile from key `first` on. Keys in a block that the cache does not have are left out.
+// The tile from key `first` on.
 static void find_tile(const AttentionArgs& a, const AttentionSpan& span, int64_t first, Tile& tile) {
   const int64_t last = first + kTile < span.last ? first + kTile : span.last;
   tile.count = 0;
@@ -201,10 +201,6 @@ static void find_tile(const AttentionArgs& a, const AttentionSpan& span, int64_t
   for (int64_t at = first; at < last;) {
     const int64_t block = at / a.block_size, number = a.table[span.start + block];
     const int64_t next = (block + 1) * a.block_size, end = next < last ? next : last;
-    if (number < 0 || number >= a.block_count) {
-      at = end;
-      continue;
-    }
     for (int64_t row = at - block * a.block_size; at < end; ++at, ++row, ++tile.count) {
       tile.keys[tile.count] = number * a.keys.block_stride + row * a.keys.row_stride;
       tile.values[tile.count] = number * a.values.block_stride + row * a.values.row_stride;

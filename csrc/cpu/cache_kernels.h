@@ -1,10 +1,10 @@
 // Owns the writes to the paged cache. Included by kernels_body.h, inside the namespace of one instruction set.
 
-// A slot that the cache does not have is written nowhere.
+// A token with a negative slot is left out.
 static void cached(const CacheArgs& a, int64_t begin, int64_t end, void*) {
   for (int64_t token = begin; token < end; ++token) {
     const int64_t slot = a.wide_slots ? ((const int64_t*)a.slots)[token] : ((const int32_t*)a.slots)[token];
-    if (slot < 0 || slot >= a.slot_count) continue;
+    if (slot < 0) continue;
     for (const CachedTensor& t : a.tensors) {
       const char* in = t.in + token * t.token_stride;
       char* out = t.out + slot * t.heads * t.head_bytes;

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from irframework_vllm_c import implementations
 from torch import Tensor
 
 import irframework as ir
@@ -70,7 +71,7 @@ def rows_of(call: dict[str, Any], name: str, sequence: int) -> Tensor:
 def attended(call: dict[str, Any], **options: Any) -> Tensor:
     """The kernel's result."""
     given = {"max_seqlen_k": None, "scale": call["query"].shape[-1] ** -0.5, "window": None}
-    result: Tensor = OPS.decode_attention(**call, **(given | {"soft_cap": None, "sinks": None} | options))
+    result: Tensor = OPS.decode_attention(**(given | {"soft_cap": None, "sinks": None} | call | options))
     return result
 
 
@@ -199,32 +200,58 @@ def test_a_token_of_no_sequence_and_a_sequence_without_a_query_are_left_out(isa:
     assert torch.equal(attended(moved | {"cu_seqlens_q": integers(0, 1, 1, 2)})[:2], want[[0, 2]])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"seq_lens": integers(2**31 - 1, -5, 6)},
-        {"cu_seqlens_q": integers(-7, 2, 2**31 - 1, 1)},
-        {"cu_seqlens_q": integers(5, -(2**31), 1, 3)},
-        {"block_table": torch.full((3, 4), 2**31 - 1, dtype=torch.int32)},
-        {"block_table": torch.full((3, 4), -(2**31), dtype=torch.int32)},
-    ],
-    ids=str,
-)
+NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
+    "first offset": ({"cu_seqlens_q": integers(1, 1, 2, 3)}, "cu_seqlens_q must start with 0, it starts with 1"),
+    "offsets descend": ({"cu_seqlens_q": integers(0, 1, 0, 1)}, "gives sequence 1 -1; a sequence has one query"),
+    "two queries": ({"cu_seqlens_q": integers(0, 1, 3, 3)}, "gives sequence 1 2; a sequence has one query"),
+    "far offsets": ({"cu_seqlens_q": integers(0, 2**31 - 1, -(2**31), 3)}, "gives sequence 0 2147483647;"),
+    "too few queries": ({"query": normal(2, 6, 16)}, "cu_seqlens_q ends with 3, but there are 2 queries"),
+    "negative length": ({"seq_lens": integers(5, -1, 6)}, "seq_lens gives sequence 1 -1"),
+    "too long": ({"seq_lens": integers(5, 9, 2**31 - 1)}, "seq_lens gives sequence 2 2147483647; it may have 0 to"),
+    "longer than stated": ({"max_seqlen_k": 8}, "seq_lens gives sequence 1 9; it may have 0 to 8 keys"),
+    "negative bound": ({"max_seqlen_k": -1}, "max_seqlen_k must not be negative"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), NUMBERS.values(), ids=NUMBERS)
 @pytest.mark.parametrize("paged", [True, False])
-def test_wrong_numbers_lead_nowhere(isa: str, wrong: dict[str, Tensor], paged: bool) -> None:
+def test_wrong_numbers_are_refused(wrong: dict[str, Any], message: str, paged: bool) -> None:
     call = made((5, 9, 6))
-    call = (call if paged else contiguous(call)) | {name: t for name, t in wrong.items() if paged or name in call}
-    if not paged:
-        call["block_table"] = None
-    assert attended(call).shape == (3, 6, 16)
+    with pytest.raises(RuntimeError, match=message):
+        attended((call if paged else contiguous(call)) | wrong)
 
 
-def test_keys_in_blocks_that_do_not_exist_are_left_out(isa: str) -> None:
-    call = made((12,))
-    right = made((12,))
-    call["block_table"][0, 0] = 99
-    right["block_table"] = right["block_table"][:, 1:]
-    assert torch.equal(attended(call), attended(right | {"seq_lens": integers(8)}))
+@pytest.mark.parametrize("block", [-1, 9, 2**31 - 1])
+def test_a_block_that_does_not_exist_is_refused_within_the_sequence_only(block: int) -> None:
+    call = made((5, 9, 6))
+    want = attended(call)
+    call["block_table"][0, 2] = block
+    assert torch.equal(attended(call), want)
+    call["block_table"][0, 1] = block
+    with pytest.raises(RuntimeError, match=f"block_table gives sequence 0 {block}; the cache has 9 blocks"):
+        attended(call)
+
+
+def test_more_keys_than_there_are_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="seq_lens adds up to 21 keys, but there are 20"):
+        attended(contiguous(made((5, 9, 6))) | {"seq_lens": integers(5, 9, 7)})
+
+
+def test_without_lengths_there_are_as_many_keys_as_queries() -> None:
+    call = contiguous(made((1, 1, 1))) | {"seq_lens": None}
+    for change, message in (({"query": normal(4, 6, 16)}, "as many keys"), ({"max_seqlen_k": 1}, "needs seq_lens")):
+        with pytest.raises(RuntimeError, match=message):
+            attended(call | change)
+
+
+def test_what_is_refused_writes_nothing() -> None:
+    assert implementations.kernels_load() is True  # it declares the overload
+    call, out = made((5, 9, 6)), torch.full((3, 6, 16), 7.0)
+    call["block_table"][2, 1] = 99
+    given = {"max_seqlen_k": None, "scale": 1.0, "window": None, "soft_cap": None, "sinks": None}
+    with pytest.raises(RuntimeError, match="block_table gives sequence 2 99"):
+        OPS.decode_attention.out(**call, **given, out=out)
+    assert (out == 7).all()
 
 
 def test_no_numbers_get_lost_in_high_and_infinite_scores(isa: str) -> None:
@@ -247,6 +274,7 @@ def test_no_numbers_get_lost_in_high_and_infinite_scores(isa: str) -> None:
         ({"seq_lens": integers(1, 2)}, "seq_lens must hold a number for each sequence"),
         ({"seq_lens": torch.tensor([5, 9, 6])}, "seq_lens must be int32"),
         ({"seq_lens": None}, "block_table needs seq_lens"),
+        ({"cu_seqlens_q": integers()}, "cu_seqlens_q must hold one number more than there are sequences"),
         ({"block_table": integers(1, 2, 3)}, r"block_table must be int32, dense, with 2 dimension\(s\)"),
         ({"window": 0}, "window must be at least 1"),
         ({"soft_cap": 0.0}, "soft_cap must be more than 0"),
@@ -271,6 +299,26 @@ def test_decoding_is_given_to_the_kernel() -> None:
     assert ir.ops.attention.dispatch(**asked(call)).provider == "vllm_c"
     got = ir.ops.attention(**asked(call, window=4, sinks=SINKS))
     assert torch.equal(got, attended(call, window=4, sinks=SINKS))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"cu_seqlens_q": integers(0, 1, 1, 4)}, "ends with 4, but there are 3"),
+        ({"seq_lens": integers(5, 9, 2000)}, "gives sequence 2 a length of 2000"),
+        ({"block_table": torch.full((3, 4), 99, dtype=torch.int32)}, "gives sequence 0 block 99"),
+        ({"key": normal(3, 2, 16)}, "give either key and value, or key_cache and value_cache"),
+        ({"value": normal(3, 2, 16)}, "give either key and value, or key_cache and value_cache"),
+        ({"value_cache": None}, "belong together; one of them is None"),
+        ({"cu_seqlens_q": integers()}, "is empty"),
+    ],
+    ids=str,
+)
+def test_the_ops_own_words_are_heard(change: dict[str, Any], problem: str) -> None:
+    with ir.priority(attention="vllm_c"):
+        ir.ops.attention(**asked(made((5, 9, 6))))
+        with pytest.raises(ir.errors.ArgumentError, match=problem):
+            ir.ops.attention(**asked(made((5, 9, 6)), **change))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,20 @@ def test_the_layout_of_the_scales_follows_from_their_shape(isa: str, size: int) 
     assert_same(KERNELS.dequant.default(q, columns, torch.float32, True), want)
 
 
+@pytest.mark.parametrize("wrong", [0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+def test_a_wrong_scale_is_refused_before_anything_is_written(wrong: float) -> None:
+    q, scale, out = torch.zeros(3, 64).to(FP8), torch.ones(3, 8), torch.full((3, 64), 7.0)
+    scale[2, 5] = wrong
+    assert cpu_only.supported() is True
+    with pytest.raises(RuntimeError, match="dequant: scale must be finite and not zero"):
+        KERNELS.dequant.out(q, scale, torch.float32, False, out=out)
+    assert (out == 7).all()
+    with ir.priority(dequant="vllm_c"):
+        ir.ops.dequant(q, torch.ones(3, 8))
+        with pytest.raises(ir.errors.ArgumentError, match="Op 'dequant': argument 'scale' holds"):
+            ir.ops.dequant(q, scale)
+
+
 # ---- shapes --------------------------------------------------------------------------------------------------------
 
 QUANTISING: dict[str, tuple[Any, ...]] = {
@@ -212,6 +226,11 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(name: str, args: tuple[
     [
         ("group_quant_fp8", (ROWS, 3), "group_size is 3"),
         ("group_quant_fp8", (ROWS[0], 4, True), "two dimensions"),
+        ("dequant", (ROWS.to(FP8), torch.ones(()), torch.float64), "dtype is torch.float64"),
+        ("dequant", (ROWS.to(FP8), torch.ones(2)), "one number"),
+        ("dequant", (ROWS.to(FP8), torch.ones(2, 3)), "does not fit"),
+        ("dequant", (ROWS.to(FP8), torch.ones(1, 2, 1)), "rank"),
+        ("dequant", (ROWS.to(torch.float8_e5m2), torch.ones(())), "q is float8_e5m2"),
     ],
 )
 def test_what_is_declined_has_a_reason(name: str, args: tuple[Any, ...], reason: str) -> None:

@@ -43,16 +43,50 @@ def test_keys_and_values_are_copied_to_their_slots(isa: str, dtype: torch.dtype,
     assert all(map(torch.equal, given, want))
 
 
-@pytest.mark.parametrize("slots", [[-1, 2, -(2**31)], [8, 2, 2**31 - 1]])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_slot_that_the_cache_does_not_have_is_not_written(isa: str, slots: list[int], dtype: torch.dtype) -> None:
+def test_a_token_with_a_negative_slot_is_left_out(isa: str, dtype: torch.dtype) -> None:
     _, key, value = merged()
-    given = caches()
-    want = ir.ops.reshape_and_cache.native(key, value, *given, torch.tensor(slots))
+    given, slots = caches(), torch.tensor([-1, 2, -(2**31)])
+    want = ir.ops.reshape_and_cache.native(key, value, *given, slots)
     around = [torch.cat((torch.full_like(t, 7.0), t, torch.full_like(t, 7.0))) for t in given]
-    OPS.reshape_and_cache(key, value, *(t[2:4] for t in around), torch.tensor(slots, dtype=dtype))
+    OPS.reshape_and_cache(key, value, *(t[2:4] for t in around), slots.to(dtype))
     assert all(torch.equal(t[2:4], right) for t, right in zip(around, want, strict=True))
     assert all((t[:2] == 7).all() and (t[4:] == 7).all() for t in around)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_slot_behind_the_end_is_refused_before_anything_is_written(fused: bool, dtype: torch.dtype) -> None:
+    query, key, value = merged()
+    given, slots = caches(), torch.tensor([1, 8, -1], dtype=dtype)
+    op, before, behind = OPS.reshape_and_cache, (), ()
+    if fused:
+        op, before, behind = OPS.rotary_embedding_reshape_and_cache, (torch.arange(3), query), (angles(), 16, True)
+    with pytest.raises(RuntimeError, match="slot_mapping holds 8, but the cache has 8 slots"):
+        op(*before, key, value, *given, slots, *behind)
+    assert all(map(torch.equal, given, caches()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("reshape_and_cache", {"slot_mapping": torch.tensor([1, 9, 2])}, "'slot_mapping' holds 9"),
+        ("rotary_embedding_reshape_and_cache", {"slot_mapping": torch.tensor([1, 9, 2])}, "'slot_mapping' holds 9"),
+        ("rotary_embedding_reshape_and_cache", {"positions": torch.tensor([1, 9, 2])}, "'positions' holds 9"),
+    ],
+)
+def test_the_ops_own_words_are_heard(name: str, change: dict[str, Tensor], problem: str) -> None:
+    op, (query, key, value), given = getattr(ir.ops, name), merged(), caches()
+    call: dict[str, Any] = {"key": key, "value": value, "slot_mapping": SLOTS}
+    call |= dict(zip(("key_cache", "value_cache"), given, strict=True))
+    if op is not ir.ops.reshape_and_cache:
+        call |= {"positions": torch.arange(3), "query": query, "cos_sin_cache": angles(), "head_size": 16}
+    with ir.priority({name: "vllm_c"}):
+        op(**call)
+        for function in (op, op.maybe_inplace):
+            with pytest.raises(ir.errors.ArgumentError, match=f"Op '{name}': argument {problem}"):
+                function(**(call | change))
+    assert all(map(torch.equal, given, caches()))
 
 
 def test_heads_apart_with_strides_are_taken(isa: str) -> None:

@@ -31,12 +31,16 @@ def attention(
 ) -> Tensor:
     """See `irframework.ops.attention`; a sequence's one query stands behind all keys, so `causal` says nothing.
 
-    Weights are not rounded to the dtype of the values. Keys in a block that the cache does not have are left out.
+    Weights are not rounded to the dtype of the values.
     """
+    if key_cache is not None or value_cache is not None:
+        if key is not None or value is not None:
+            raise ValueError("keys are given twice")  # the op says it better
+        key, value = key_cache, value_cache
     y: Tensor = KERNELS.decode_attention.default(
         query,
-        key if key_cache is None else key_cache,
-        value if value_cache is None else value_cache,
+        key,
+        value,
         cu_seqlens_q,
         seq_lens,
         max_seqlen_k,
@@ -66,4 +70,5 @@ def register(provider: str) -> None:
             row_contiguous=("query", "key", "value", "key_cache", "value_cache", "block_table"),
         ),
         batch_invariant=True,
+        checks_values=True,
     )(attention)

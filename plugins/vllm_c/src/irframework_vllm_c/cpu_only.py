@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import Library
 
@@ -155,6 +156,29 @@ def groups_fit(
     return x.dim() > int(column_major_scales) or ir.reject("column_major_scales needs x of two dimensions")
 
 
+def dequant(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, column_major_scales: bool = False) -> Tensor:
+    """See `irframework.ops.dequant`."""
+    x: Tensor = KERNELS.dequant.default(q, scale, dtype, column_major_scales)
+    return x
+
+
+def scales_fit(
+    q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, column_major_scales: bool = False
+) -> bool | ir.Rejected:
+    """One for the tensor, or groups that divide a row. What does not fit is a mistake, which native explains."""
+    if dtype not in FLOATS:
+        return ir.reject(f"dtype is {dtype}, needs float32, bfloat16 or float16")
+    shape, codes = scale.shape, q.shape
+    if not column_major_scales and (not shape or (len(shape) == 1 and len(codes) > 1)):
+        return not shape or shape[0] == 1 or ir.reject("scale must hold one number")
+    if len(shape) != len(codes) or len(codes) < 1 + column_major_scales:
+        return ir.reject("scale needs the rank of q")
+    groups = shape[-2] if column_major_scales else shape[-1]
+    rows = (*shape[:-2], shape[-1]) if column_major_scales else shape[:-1]
+    whole = codes[-1] == 0 or (groups > 0 and codes[-1] % groups == 0)
+    return (rows == codes[:-1] and whole) or ir.reject("scale does not fit q")
+
+
 # --- norms -----------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +211,7 @@ def register(provider: str) -> None:
         conditions: Supports,
         functional: Callable[..., Any] | None = None,
         batch_invariant: bool = True,
+        checks_values: bool = False,
     ) -> None:
         """`functional`: what the in-place function `fn` is where nothing may be overwritten."""
         registered = getattr(ir.ops, name).register_impl(
@@ -196,6 +221,7 @@ def register(provider: str) -> None:
             inplace=functional is not None,
             functional=functional,
             batch_invariant=batch_invariant,
+            checks_values=checks_values,
         )
         registered(fn)
 
@@ -227,6 +253,9 @@ def register(provider: str) -> None:
     add("tensor_quant_fp8", tensor_quant_fp8, rows, batch_invariant=False)
     add("dynamic_quant_int8", dynamic_quant_int8, rows)
     add("group_quant_fp8", group_quant_fp8, rows & groups_fit)
+    codes: dict[str, tuple[torch.dtype, ...]] = {"q": (torch.float8_e4m3fn, torch.int8), "scale": (torch.float32,)}
+    scaled = ir.supports(dtype=codes, row_contiguous=("q",), contiguous=("scale",)) & scales_fit
+    add("dequant", dequant, scaled, checks_values=True)
 
     add("gemma_rms_norm", gemma_rms_norm, weighted & ir.supports(row_contiguous=("x",)))
     add(

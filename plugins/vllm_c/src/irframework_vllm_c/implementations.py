@@ -41,12 +41,14 @@ FUNCTIONAL_KERNELS = (
 )
 
 
-_LOOK_AT_VALUES = (  # the kernels themselves refuse wrong scales and positions
+_LOOK_AT_VALUES = (  # the kernels themselves refuse wrong scales, positions and slots
     "static_quant_fp8",
     "rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8",
     "silu_and_mul_static_quant_fp8",
     "rotary_embedding",
+    "reshape_and_cache",
+    "rotary_embedding_reshape_and_cache",
 )
 
 
@@ -160,10 +162,7 @@ def rotary_embedding_reshape_and_cache(
     head_size: int,
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `irframework.ops.rotary_embedding_reshape_and_cache`; overwrites the caches.
-
-    A position outside the angles is a RuntimeError.
-    """
+    """See `irframework.ops.rotary_embedding_reshape_and_cache`; overwrites the caches."""
     query, key = KERNELS.rotary_embedding_reshape_and_cache.default(
         positions.to(torch.int64),
         query,
