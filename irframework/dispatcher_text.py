@@ -72,11 +72,14 @@ class Writer:
         tests += self._plain_numbers()
         if known.needs_grad:
             tests.append("not _grad_enabled()")
-        if known.inference and self.donated:
+        if known.inference and self.donated and not known.untracked:
             tests.append("_inference_mode()")
         if not autocast.is_in_keys_of(known.device):
             tests.append("not _autocast()")
-        return " and ".join([*tests, f"{self._name('_known', known.guard)}({', '.join(known.present)})"])
+        asked = list(known.present)
+        if known.ordinary is not None:
+            asked.append(self._name("_ordinary", known.ordinary))
+        return " and ".join([*tests, f"{self._name('_known', known.guard)}({', '.join(asked)})"])
 
     def _candidates(self, device: str, impls: list["IrOpImpl"]) -> list[str]:
         lines = []
@@ -201,7 +204,8 @@ class Writer:
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
             lines.append(f"{indent}if {self._may_overwrite()}:")
-            lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given=self.op.activations)
+            given = tuple(name for name in self.op.activations if self.known is None or name in self.known.present)
+            lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given)
             lines.append(f"{indent}return _unusual(_op, True, {everything})")
             return lines
         if impl.inplace:
@@ -234,7 +238,8 @@ class Writer:
         """
         given = [name for name in self.op.activations if name in known.present]
         tests = [self._left_of(dense(name).test) or "" for name in given]
-        tests += [f"type({name}._base) is not _Parameter" for name in given]
+        if not known.untracked:
+            tests += [f"type({name}._base) is not _Parameter" for name in given]
         read: set[str] = set()
         for pair in self._pairs_to_keep_apart(known.present):
             storages = [f"_{name}_s" if name in read else f"(_{name}_s := {name}.untyped_storage())" for name in pair]
@@ -248,15 +253,29 @@ class Writer:
         ordered = [*given, *(name for name in tensors if name not in given)]
         return [(one, other) for i, other in enumerate(ordered) for one in ordered[:i] if one in given]
 
-    def _note_written(self, indent: str, given: tuple[str, ...]) -> list[str]:
-        """Count the write for autograd."""
+    def _note_written(self, given: tuple[str, ...], written: str) -> list[str]:
+        """Count the write for autograd, which inference tensors are none of."""
+        if self.known is not None and self.known.untracked:
+            return []
         if any(self._may_be_none(name) for name in given):
-            return [f"{indent}_note_written({', '.join(given)})"]
-        return [f"{indent}_increment_version(({', '.join(given)},))"]
+            return [f"_note_written({', '.join(given)})"]
+        return [f"_increment_version({written})"]
+
+    def _written_only(self, indent: str, outputs: list[str], given: tuple[str, ...]) -> list[str]:
+        """Return the outputs where they are what was overwritten, as they mostly are: those lie apart from all else."""
+        if not 1 < len(outputs) == len(given) or any(self._may_be_none(name) for name in given):
+            return []
+        same = [f"_result[{index}] is {name}" for index, name in enumerate(given)]
+        return [
+            f"{indent}if _result.__class__ is tuple and len(_result) == {len(outputs)} and {' and '.join(same)}:",
+            *(f"{indent}    {line}" for line in self._note_written(given, "_result")),
+            f"{indent}    return _result",
+        ]
 
     def _finish(self, indent: str, call: str, impl: "IrOpImpl", given: tuple[str, ...]) -> list[str]:
         """Call the function and return its outputs if they keep the op's promises, else repair them."""
-        kept = [name for name in self.op.tensors if name not in given]
+        there = self.op.tensors if self.known is None else self.known.present
+        kept = [name for name in there if name not in given]
         outputs = ["_y"] if self.op.num_outputs == 1 else [f"_y{i}" for i in range(self.op.num_outputs)]
         everything = self.op.parameters.together
         lines = [f"{indent}_result = {call}"]
@@ -271,7 +290,8 @@ class Writer:
                 lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")
             lines += [f"{indent}    _refused(_op, {everything}, _error)", f"{indent}    raise"]
         if given:
-            lines += self._note_written(indent, given)
+            lines += self._written_only(indent, outputs, given)
+            lines += [indent + line for line in self._note_written(given, f"({', '.join(given)},)")]
         repair = f"_own_outputs(_op, _result, {everything}, {self._name('_i', impl)}, {given!r})"
         if len(outputs) == 1:
             lines.append(f"{indent}_y = _result")

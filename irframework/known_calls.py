@@ -11,6 +11,10 @@ autocast on the tensors' device are in them, and so are conjugated, negated and 
 infrastructure modes (fake tensors, tracing by make_fx), forward-mode differentiation, the gradient mode, and autocast
 on other devices: a dispatcher asks for those.
 
+An inference tensor in inference mode is the only one without the key of views and in-place writes, if an ordinary
+tensor beside it has that key: without one the thread may be below that key, as the body of a custom op is. Such a
+tensor is a view of nothing and counts no writes, so neither need be asked or done.
+
 Does not own the text of dispatchers: see `dispatcher_text.py`.
 
 Private torch API used here (read in 2.11 and 2.13): `torch._C._dynamo.guards.TensorGuards`; without it no class is ever
@@ -45,6 +49,8 @@ class KnownCalls:
         candidates: Number of the dispatcher's list of candidates.
         needs_grad: Whether a tensor requires gradients: then calls are plain in no-grad mode only.
         inference: Whether it was met in inference mode.
+        untracked: Whether all that is given away are inference tensors; then the guard says that inference mode is on.
+        ordinary: An ordinary tensor that the guard is asked with last, where none of the others is one.
         settled: By its text, a test that means the same for the whole class: what is left of it, where "" is nothing
             since it holds, and None says that it does not.
     """
@@ -56,6 +62,8 @@ class KnownCalls:
     candidates: int
     needs_grad: bool
     inference: bool
+    untracked: bool
+    ordinary: Tensor | None
     settled: dict[str, str | None]
 
 
@@ -85,7 +93,7 @@ def known_from(
         or len({id(value) for value in tensors.values()}) < len(tensors)
         or any(value.layout is not torch.strided for value in tensors.values())
         or any(value.requires_grad or (value.is_inference() and not inference) for value in given)
-        or (_without_autograd() and not inference)
+        or (_excluded("AutogradFunctionality") and not inference)  # by hand: inference mode does so, too
     ):
         return None
     layouts = {name: _Layout.of(value) for name, value in tensors.items()}
@@ -98,8 +106,18 @@ def known_from(
             rest = _settled(check, values, layouts)
             if rest != check.test:
                 settled[check.test] = rest
+    untracked = bool(given) and inference and all(value.is_inference() for value in given)
+    untracked = untracked and not _excluded("ADInplaceOrView")  # or else ordinary tensors would look like them
+    asked = list(tensors.values())
     sizes, strides = [layout.sizes for layout in layouts.values()], [layout.strides for layout in layouts.values()]
-    guard = _TensorGuards(*tensors.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    ordinary = None
+    if untracked and all(value.is_inference() for value in asked):
+        with torch.inference_mode(False):
+            ordinary = torch.empty((), device="cpu")
+        asked.append(ordinary)
+        sizes.append([])
+        strides.append([])
+    guard = _TensorGuards(*asked, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return KnownCalls(
         guard.check,
         tuple(tensors),
@@ -108,6 +126,8 @@ def known_from(
         candidates,
         any(value.requires_grad for value in tensors.values()),
         inference,
+        untracked,
+        ordinary,
         settled,
     )
 
@@ -117,9 +137,9 @@ def dense(name: str) -> Check:
     return Check(f"{name}.is_contiguous()", "", (name,), "dense")
 
 
-def _without_autograd() -> bool:
-    """Whether autograd is left out by hand, as in inference mode but without saying so."""
-    excluded: bool = torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradFunctionality)
+def _excluded(key: str) -> bool:
+    """Whether the thread leaves out a dispatch key of its tensors."""
+    excluded: bool = torch._C._dispatch_tls_local_exclude_set().has(getattr(torch._C.DispatchKey, key))
     return excluded
 
 

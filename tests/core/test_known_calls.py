@@ -395,6 +395,55 @@ def test_ordinary_tensors_given_away_in_inference_mode_count_their_writes(given)
     assert all(x._version for x, _ in tensors)
 
 
+@pytest.fixture(params=["nothing", "an ordinary weight", "an inference weight"])
+def beside(request, given):
+    """What is beside inference tensors that are given away; such calls are known."""
+    weight = torch.full((2,), 2.0) if request.param == "an ordinary weight" else None
+    with torch.inference_mode():
+        if request.param == "an inference weight":
+            weight = torch.full((2,), 2.0)
+        for _ in range(2 * ENOUGH):
+            given.maybe_inplace(torch.ones(2), torch.ones(2), weight)
+    return weight
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_ordinary_tensors_below_torchs_key_of_writes_are_not_taken_for_inference_tensors(given, beside, inference):
+    x, residual = torch.ones(2), torch.ones(2)
+    parameter = Parameter(torch.ones(2, 2), requires_grad=False)
+    row = parameter[1]
+    with torch.inference_mode(inference), torch._C._AutoDispatchBelowADInplaceOrView():
+        assert given.maybe_inplace(x, residual, beside)[0].tolist() == [4, 4]
+        assert given.maybe_inplace(row, torch.ones(2), beside)[0].tolist() == [4, 4]
+    assert x._version > 0
+    assert (parameter == 1).all()
+
+
+def test_nothing_is_learned_of_inference_tensors_below_torchs_key_of_writes(given):
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        with torch.inference_mode():
+            for _ in range(2 * ENOUGH):
+                given.maybe_inplace(torch.ones(2), torch.ones(2))
+        x, residual = torch.ones(2), torch.ones(2)
+        given.maybe_inplace(x, residual)
+    assert x._version > 0
+
+
+def test_known_calls_overwrite_inference_tensors(given, beside):
+    with torch.inference_mode():
+        x, residual = torch.ones(2), torch.ones(2)
+        y, r = given.maybe_inplace(x, residual, beside)
+    assert (y is x, r is residual) == (True, True)
+    assert (y.tolist(), r.tolist()) == ([4, 4], [2, 2])
+
+
+def test_known_inference_tensors_of_one_storage_are_right(given, beside):
+    with torch.inference_mode():
+        both = torch.ones(4)
+        y, r = given.maybe_inplace(both[:2], both[1:3], beside)
+    assert (y.tolist(), r.tolist()) == ([4, 4], [2, 2])
+
+
 def test_a_transform_keeps_known_calls_from_overwriting_what_it_wraps(given):
     x, residual = torch.ones(3, 2), torch.ones(3, 2)
     y, r = torch.func.vmap(given.maybe_inplace)(x, residual)
