@@ -5,7 +5,8 @@ Owns the numbers of the choices of this process, the limit on them (`IRFRAMEWORK
 search (`cli/bisection.py`).
 
 A choice is an implementation other than native: of one node of a compiled graph, or of all eager calls of one op at one
-place of the program. It takes the next number just before it runs or is lowered, so that what crashes is in the log.
+place of the program; or a fusion: a part of a graph becomes one op, whoever runs that. It takes the next number just
+before it runs, is lowered or is fused, so that what crashes is in the log.
 The first N choices of a process stand; after that everything new is native, and a place that has a number keeps its
 implementation. A program that does the same each time so takes the same numbers up to the limit, whatever follows.
 """
@@ -18,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from irframework.call_site import call_site
 from irframework.errors import ConfigError
+from irframework.fusion_state import PASS
 from irframework.settings import PREFIX, settings
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
+    from irframework.op import IrOp
 
 LIMIT, LOG = f"{PREFIX}BISECT_LIMIT", f"{PREFIX}BISECT_LOG"
+FUSION = "fusion"  # the provider of a choice that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,12 @@ class Choice:
     Attributes:
         number: From 1, in this process.
         op: The op.
-        provider: Whose implementation it is.
+        provider: Whose implementation it is; `fusion` where a part of a graph was made the op.
         plugin: The plugin that registered it, or None.
         version: The plugin's version, or None.
-        source: `file:line` of the implementation.
+        source: `file:line` of the implementation; for a fusion, of the op.
         call_site: `FILE:LINE, in NAME: CODE` of the user's line.
-        node: The node of a compiled graph; None for eager calls.
+        node: The node of a compiled graph (for a fusion, the one that computed its output); None for eager calls.
         graph: Dynamo's number of the graph (as `TORCH_LOGS` shows it); None for eager calls.
         stage: The pass that lowered it; None for eager calls.
     """
@@ -53,6 +57,11 @@ class Choice:
     node: str | None = None
     graph: str | None = None
     stage: str | None = None
+
+    @property
+    def is_fusion(self) -> bool:
+        """Whether it is a fusion, and no implementation."""
+        return self.provider == FUSION and self.stage == PASS
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,16 +140,37 @@ def takes_number(impl: "IrOpImpl", lowered: Lowered | None = None) -> bool:
         _numbers.used += 1
         if site is not None:
             _numbers.eager.add((impl.op.name, impl.provider, site.key))
-        _log(asdict(_choice(_numbers.used, impl, lowered, site.text if site is not None else "")))
+        place = {"call_site": site.text if site is not None else ""} if lowered is None else asdict(lowered)
+        who = (impl.op.name, impl.provider, impl.plugin, _version(impl.plugin), impl.source)
+        _log(asdict(Choice(_numbers.used, *who, **place)))
     return True
 
 
-def _choice(number: int, impl: "IrOpImpl", lowered: Lowered | None, text: str) -> Choice:
+def takes_fusion(op: "IrOp", place: Lowered) -> bool:
+    """Number a part of a graph that is about to be made one op.
+
+    Args:
+        op: The op.
+        place: The node that computes its output.
+
+    Returns:
+        False if the numbers are used up: then the graph stays as it is.
+    """
+    if not active():
+        return True
+    limit = settings().bisect_limit
+    with _numbers.lock:
+        if limit is not None and _numbers.used >= limit:
+            return False
+        _numbers.used += 1
+        _log(asdict(Choice(_numbers.used, op.name, FUSION, op.plugin, _version(op.plugin), op.source, **asdict(place))))
+    return True
+
+
+def _version(plugin: str | None) -> str | None:
     from irframework.plugins import version_of
 
-    version = version_of(impl.plugin) if impl.plugin else None
-    place = {"call_site": text} if lowered is None else asdict(lowered)
-    return Choice(number, impl.op.name, impl.provider, impl.plugin, version, impl.source, **place)
+    return version_of(plugin) if plugin else None
 
 
 def met_passes(names: list[str]) -> None:

@@ -56,7 +56,8 @@ def digest_of(impl: "IrOpImpl") -> str:
 def digest_of_op(op: "IrOp") -> str:
     """Digest of what an op itself adds to its implementations: schema, shape function, backward, fusion."""
     fuse = (op.fuse.options, op.fuse.predicates) if isinstance(op.fuse, Supports) else op.fuse
-    own = (op.schema, op.activations, op.allow_inplace, fuse, op.backward, op.fake.fn if op.fake else None)
+    spellings = tuple(spelling.fn for spelling in op.spellings)
+    own = (op.schema, op.activations, op.allow_inplace, fuse, op.backward, op.fake.fn if op.fake else None, spellings)
     return digest_function(own, packaged=op.plugin is not None)
 
 

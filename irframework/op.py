@@ -31,35 +31,13 @@ from irframework.impl import (
     device_types_of,
     place_of,
 )
+from irframework.maybe_inplace import MaybeInplace
 from irframework.registry import find_op, load_plugins, registry
+from irframework.spellings import with_spelling
 from irframework.support import Answer, Support
 from irframework.tolerance import TOLERANCES, Tolerance
 
 NATIVE = "native"
-
-
-class MaybeInplace:
-    """Callable form of an op that gives its activations away: the implementation may overwrite them."""
-
-    def __init__(self, op: "IrOp") -> None:
-        self.op = op
-        self.torch_op: Any = None
-        self.first_call: Callable[..., Any] | None = None
-        self.generated: dict[Any, Callable[..., Any]] = {}
-        self.misses = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: the op was not declared with `allow_inplace`. Replaced where it was."""
-        raise InplaceError(
-            f"Op {self.op.name!r} was not declared with allow_inplace=True ({self.op.source}), so it has no "
-            f"maybe_inplace form. Call ir.ops.{self.op.name}(...) instead."
-        )
-
-    def __repr__(self) -> str:
-        return f"<maybe_inplace form of {self.op!r}>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _maybe_inplace_named, (self.op.name,)
 
 
 class IrOp:
@@ -81,6 +59,7 @@ class IrOp:
         fuse: What the op was declared with: False, True, or the conditions of the fused kernels' domain.
         optional_outputs: By number the outputs that may be None, with the parameter that decides: both are None or
             neither.
+        spellings: Further functions that compute the same, for fusion.
         source: `file:line` of the declaration.
         plugin: The plugin that declared the op, or None.
     """
@@ -120,6 +99,7 @@ class IrOp:
         self.fake: IrOpImpl | None = None
         self.input_generator: Callable[..., Any] | None = None
         self.value_check: Callable[..., None] | None = None
+        self.spellings: tuple[IrOpImpl, ...] = ()
         self.tolerances = dict(TOLERANCES)
         self.registered: dict[str, IrOpImpl] = {
             NATIVE: IrOpImpl(self, NATIVE, native, plugin=self.plugin, source=self.source)
@@ -316,6 +296,15 @@ class IrOp:
         self._attach(input_generator=fn)
         return fn
 
+    def register_spelling(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register a function that computes the same as the op in other torch ops: graphs are searched for it, too.
+
+        It never runs. A graph is searched for it only if the op is declared with `fuse`; it is then compared with
+        native first, on the calls of the op's input generator, and `SpellingError` says how far it is from that.
+        """
+        self._attach(spellings=with_spelling(self, fn))
+        return fn
+
     def register_value_check(self, fn: Callable[..., None]) -> Callable[..., None]:
         """Register a function of some of the op's parameters that raises where values, not shapes, make a call wrong.
 
@@ -394,7 +383,3 @@ class IrOp:
     def reset_dispatch(self) -> None:
         """Forget the generated dispatchers; they are made anew at the next call."""
         dispatcher.reset(self)
-
-
-def _maybe_inplace_named(name: str) -> Any:
-    return find_op(name).maybe_inplace

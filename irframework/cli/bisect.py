@@ -113,8 +113,9 @@ def _print(finding: Finding, command: str) -> None:
     if finding.avoid is not None:
         print("\nTo do without it:")
         print(f"  {finding.avoid}{_proof(finding.avoided)}")
-        if finding.culprits:
-            ops = ", ".join(f'{op}="native"' for op in dict.fromkeys(choice.op for choice in finding.culprits))
+        kernels = dict.fromkeys(choice.op for choice in finding.culprits if not choice.is_fusion)
+        if kernels:
+            ops = ", ".join(f'{op}="native"' for op in kernels)
             print(f"  with ir.priority({ops}): ...")
 
 
@@ -128,6 +129,13 @@ def _proof(avoided: bool | None) -> str:
 
 def _facts(choice: Choice) -> list[tuple[str, Any]]:
     plugin = f"{choice.plugin} {choice.version}" if choice.plugin else "none (the program registered it)"
+    if choice.is_fusion:
+        return [
+            ("fused op", choice.op),
+            ("call site", choice.call_site),
+            ("declared", choice.source + (f", plugin {plugin}" if choice.plugin else "")),
+            ("node", f"{choice.node} of graph {choice.graph or '?'}"),
+        ]
     facts = [
         ("op", choice.op),
         ("call site", choice.call_site),

@@ -23,9 +23,10 @@ from irframework.bisecting import LIMIT, LOG, Choice
 from irframework.settings import PREFIX
 
 _DISABLE, _PRIORITY = f"{PREFIX}DISABLE_PASSES", f"{PREFIX}OP_PRIORITY"
+_FUSIONS = f"{PREFIX}DISABLE_FUSIONS"
 _TAIL = 12  # lines of the command's output that are worth showing
 _NOTHING: Mapping[str, str] = {}
-_LOWERING = ("lower_functional", "lower_inplace", "verify")  # without them other code is what runs
+_LOWERING = ("fuse", "lower_functional", "lower_inplace", "verify")  # without them other code is what runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class Finding:
     """How the search ended.
 
     Attributes:
-        verdict: `implementation` or `pass` (found); `always_fails`, `never_fails`, `only_unwatched`, `not_repeatable`
-            or `nothing_counted` (not found).
+        verdict: `implementation`, `fusion` or `pass` (found); `always_fails`, `never_fails`, `only_unwatched`,
+            `not_repeatable` or `nothing_counted` (not found).
         text: One or two sentences for a person.
         culprits: The choices of that number: one, or one for each process that makes different ones.
         passes: The passes that make the command succeed when they are switched off.
@@ -113,7 +114,7 @@ class Finding:
     @property
     def found(self) -> bool:
         """Whether the search found what it looked for."""
-        return self.verdict in ("implementation", "pass")
+        return self.verdict in ("implementation", "fusion", "pass")
 
     def to_dict(self) -> dict[str, Any]:
         """The finding as plain JSON types."""
@@ -269,17 +270,33 @@ def _report(command: Command, failing: Run, good: int, bad: int) -> Finding:
     if not culprits:
         return _not_repeatable(f"no process took number {bad} this time", failing)
     passes = _helpful_passes(command, failing, bad) if any(choice.node for choice in culprits) else ()
-    avoid = {_PRIORITY: _native_first(os.environ.get(_PRIORITY, ""), [choice.op for choice in culprits])}
+    avoid = _avoiding(culprits)
     avoided = not command.run(None, avoid, note="is the culprit avoided?").failed
-    what = " and ".join(f"{choice.provider!r} of op {choice.op!r}" for choice in culprits)
-    text = f"Choice {bad} makes it fail: {what}."
+    fusion = all(choice.is_fusion for choice in culprits)
+    text = f"{'Fusion' if fusion else 'Choice'} {bad} makes it fail: {' and '.join(map(_named, culprits))}."
     if passes:
         text += (
             f" With it the command succeeds if {' or '.join(passes)} is switched off: the pass may be at fault, and "
-            "not the kernel."
+            f"not the {'fusion' if fusion else 'kernel'}."
         )
     reproduce = {f"{LIMIT}={good}": "succeeds", f"{LIMIT}={bad}": failing.outcome}
-    return Finding("implementation", text, culprits, passes, reproduce, _assignments(avoid), avoided, failing.tail)
+    verdict = "fusion" if fusion else "implementation"
+    return Finding(verdict, text, culprits, passes, reproduce, _assignments(avoid), avoided, failing.tail)
+
+
+def _named(choice: Choice) -> str:
+    if choice.is_fusion:
+        return f"op {choice.op!r} at {choice.node}"
+    return f"{choice.provider!r} of op {choice.op!r}"
+
+
+def _avoiding(culprits: Sequence[Choice]) -> dict[str, str]:
+    """The settings without which the culprits are not chosen."""
+    fused = [choice.op for choice in culprits if choice.is_fusion]
+    ops = [choice.op for choice in culprits if not choice.is_fusion]
+    before = [name.strip() for name in os.environ.get(_FUSIONS, "").split(",") if name.strip()]
+    avoid = {_FUSIONS: ",".join(dict.fromkeys([*before, *fused]))} if fused else {}
+    return avoid | ({_PRIORITY: _native_first(os.environ.get(_PRIORITY, ""), ops)} if ops else {})
 
 
 def _helpful_passes(command: Command, failing: Run, limit: int) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from irframework.compiler.values import Expansion
 from irframework.registry import registry
 
 if TYPE_CHECKING:
+    from irframework.impl import IrOpImpl
     from irframework.op import IrOp
 
 _LARGEST = 96  # torch ops; an op with a longer definition stays one op wherever it is met
@@ -31,30 +32,31 @@ class Definitions:
 
     own: dict[Any, Expansion | None] = field(default_factory=dict)
 
-    def expand(self, op: IrOp, arguments: Sequence[Any], result: Any) -> Expansion | None:
+    def expand(self, op: IrOp, arguments: Sequence[Any], result: Any, body: IrOpImpl | None = None) -> Expansion | None:
         """The definition of an op, or None where it is too long, or cannot be traced.
 
         Args:
             op: The op.
             arguments: Fake tensors, numbers and lists of these, in the order of the signature.
             result: What the op returns, where that is known: tells the fake mode of calls without tensors.
+            body: A further spelling of the op; None for native.
         """
         mode = fake_mode_of((*arguments, result))
         if mode is None:
             return None
-        key = (op.name, *map(_kind, arguments))
+        key = (op.name, None if body is None else body.fn, *map(_kind, arguments))
         if registry.generation != _kept_for[0]:
             _kept.clear()
             _kept_for[0] = registry.generation
         kept = self.own if mode.shape_env is not None and _symbolic(arguments) else _kept
         if key not in kept:
-            kept[key] = self._trace(op, arguments, mode)
+            kept[key] = self._trace(body or op.registered["native"], arguments, mode)
         return kept[key]
 
-    def _trace(self, op: IrOp, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
+    def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
         own = [fresh(argument, mode) for argument in arguments]
         try:
-            traced = trace(lambda *given: op.registered["native"].apply(given), own, mode)
+            traced = trace(lambda *given: body.apply(given), own, mode)
         except Exception:  # the definition refuses such arguments, or cannot be traced
             return None
         traced.module.graph.eliminate_dead_code()

@@ -19,29 +19,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.call_arguments import Number, Value, constant
 from irframework.compiler.definitions import Definitions, fake_mode_of
+from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
 from irframework.compiler.matches import Judge, Match, Refused
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
-from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, derive, stripped
+from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, stripped
 from irframework.compiler.values import ValueTable
-from irframework.op import IrOp
-from irframework.registry import registry
 
 _WAYS = 48  # that a candidate's tensors are tried in
-
-_skeletons: dict[str, tuple[int, list[Skeleton]]] = {}
-
-
-def skeletons_of(op: IrOp) -> list[Skeleton]:
-    """The skeletons of an op, derived at first need and again when its native is another function."""
-    kept = _skeletons.get(op.name)
-    if kept is None or kept[0] != id(op.native):
-        kept = _skeletons[op.name] = (id(op.native), derive(op))
-    return kept[1]
 
 
 def worth_a_look(graph: Graph) -> bool:
     """Whether any op can be fused, and the graph computes anything that a definition could contain."""
-    return any(op.fuse for op in registry.ops.values()) and any(
+    return bool(looked_for()) and any(
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
         for node in graph.nodes
     )
@@ -116,6 +105,7 @@ class _Fusion:
             try:
                 match = self.judge.match(skeleton, arguments, outputs, fakes)
                 self.judge.check(match)
+                take_number(match)
             except Refused as refused:
                 reason = str(refused) or reason
                 if not str(refused):
@@ -164,7 +154,7 @@ class _Fusion:
             args = [*self.table.cores[core].args]
             sizes = [size for size in self.table.cores[core].shape if isinstance(size, int)]
             numbers = [constant(arg) for arg in args if isinstance(arg, Number)]
-            found.update(dict.fromkeys([*sizes, *(int(n) for n in numbers if n is not None and n == int(n))]))
+            found.update(dict.fromkeys([*sizes, *(int(n) for n in numbers if n is not None and float(n).is_integer())]))
         return [sample, *(number for number in found if number != sample)]
 
     def _compute(
@@ -172,13 +162,14 @@ class _Fusion:
     ) -> tuple[tuple[Value, ...], tuple[torch.Tensor, ...]] | None:
         """The definition's outputs for these very arguments, as values of this graph, and as fake tensors."""
         fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
-        expansion = self.definitions.expand(skeleton.op, fakes, None)
-        if expansion is None:
+        expansion = self.definitions.expand(skeleton.op, fakes, None, skeleton.body)
+        meant = expansion if skeleton.body is None else self.definitions.expand(skeleton.op, fakes, None)
+        if expansion is None or meant is None:
             return None
         given = [self.table.of[argument] if isinstance(argument, Node) else argument for argument in arguments]
         values = self.table.outputs(expansion, given)
         flat = values if isinstance(values, tuple) else (values,)
-        outputs: Any = expansion.graph.output_node().args[0]
+        outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
         return flat, tuple(node.meta["val"] for node in outputs)
 
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
@@ -252,8 +243,7 @@ class _Fusion:
 
 def _in_order() -> list[Skeleton]:
     """All definitions, the largest first, then by name."""
-    ops = [op for op in registry.ops.values() if op.fuse]
-    found = [skeleton for op in ops for skeleton in skeletons_of(op)]
+    found = [skeleton for op in looked_for() for skeleton in skeletons_of(op)]
     return sorted(found, key=lambda skeleton: (-skeleton.size, skeleton.op.name))
 
 

@@ -22,6 +22,7 @@ from irframework.compiler.definitions import Definitions
 from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
 
 if TYPE_CHECKING:
+    from irframework.impl import IrOpImpl
     from irframework.op import IrOp
 
 _STEPS = 4000  # of one search; more means that a definition fits in too many ways
@@ -43,6 +44,8 @@ class Skeleton:
         size: How many cores it has.
         root_index: The output from which most of the parameters can be reached.
         root: Its core, erased cores looked through.
+        body: The further spelling that it was derived of; None for native.
+        arguments: Those that it was derived for, with the numbers that stand for parameters.
     """
 
     op: IrOp
@@ -54,6 +57,16 @@ class Skeleton:
     size: int
     root_index: int
     root: int
+    body: IrOpImpl | None
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A call for which a body gave no skeleton; `error` is what it raised for arguments that were guessed."""
+
+    arguments: tuple[Any, ...]
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -100,22 +113,32 @@ def _below(table: ValueTable, core: int) -> set[int]:
 # --- deriving ----------------------------------------------------------------------------------------------
 
 
-def derive(op: IrOp) -> list[Skeleton]:
+def derive(op: IrOp, body: IrOpImpl | None = None, unfit: list[Unfit] | None = None) -> list[Skeleton]:
     """The skeletons of an op's definition: one for each way in which its arguments steer it.
 
     The calls that its input generator yields show these ways; without a generator they are guessed from its signature.
+
+    Args:
+        op: The op.
+        body: A further spelling of its definition; None for native.
+        unfit: Is given the calls for which there is no skeleton.
     """
     found: dict[Any, Skeleton] = {}
+    unfit = [] if unfit is None else unfit
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        samples = list(_samples(op, mode))
+        samples = list(samples_of(op, mode, unfit))
+    unfit[:] = [] if samples else unfit
     for arguments in samples:
-        skeleton = _skeleton(op, arguments)
+        skeleton = _skeleton(op, arguments, body)
         if skeleton is not None:
             found.setdefault(_shape_of_definition(skeleton), skeleton)
+        else:
+            unfit.append(Unfit(arguments))
     return list(found.values())
 
 
-def _samples(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
+def samples_of(op: IrOp, mode: FakeTensorMode, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
+    """Calls that show the ways of an op, on fake tensors; `unfit` is given the guesses that native did not take."""
     if op.input_generator is not None:
         with torch._C._DisableTorchDispatch():
             made = op.input_generator(shape=_SAMPLE, dtype=torch.float32, device="cpu")
@@ -123,10 +146,10 @@ def _samples(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
         for call in calls:
             yield tuple(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in op.bind(tuple(call)))
         return
-    yield from _guesses(op, mode)
+    yield from _guesses(op, unfit)
 
 
-def _guesses(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
+def _guesses(op: IrOp, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
     """Arguments that fit the signature, for each choice of what may be None, true or false.
 
     Of all shapes that are likely, the first that native takes counts.
@@ -161,13 +184,14 @@ def _guesses(op: IrOp, mode: FakeTensorMode) -> Iterator[tuple[Any, ...]]:
             try:
                 with torch.no_grad():
                     op.registered["native"].apply(arguments)
-            except Exception:
+            except Exception as error:
+                unfit.append(Unfit(arguments, error))
                 continue
             yield arguments
             break
 
 
-def _skeleton(op: IrOp, arguments: tuple[Any, ...]) -> Skeleton | None:
+def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Skeleton | None:
     marked: list[Any] = []
     marks: dict[Any, str] = {}
     fixed: dict[str, Any] = {}
@@ -181,7 +205,7 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...]) -> Skeleton | None:
             if not isinstance(value, Tensor):
                 fixed[name] = value
     definitions = Definitions()
-    expansion = definitions.expand(op, marked, None)
+    expansion = definitions.expand(op, marked, None, body)
     if expansion is None:
         return None
     table = ValueTable(definitions.expand)
@@ -196,7 +220,8 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...]) -> Skeleton | None:
     reach = [len(cores & tensors.keys()) for cores in below]
     index = reach.index(max(reach))
     root = stripped(table, flat[index].core)
-    return Skeleton(op, fixed, table, flat, tensors, marks, len(set().union(*below)), index, root)
+    size = len(set().union(*below))
+    return Skeleton(op, fixed, table, flat, tensors, marks, size, index, root, body, tuple(marked))
 
 
 def _shape_of_definition(skeleton: Skeleton) -> Any:

@@ -1,0 +1,102 @@
+"""Which fused ops are looked for in graphs: their definitions, further spellings included, and what is wrong with some.
+
+Owns the skeletons that are kept for the process, and what becomes of an op whose declaration is wrong. A mistake of the
+program is an error, raised before any graph is changed; an op of a plugin or of this framework is left out with a
+warning, so that it never breaks the host (`IRFRAMEWORK_STRICT=1`: an error as well). Does not derive
+(`skeletons.py`), nor know what can be wrong (`fusion_faults.py`, `spelling_check.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from irframework import bisecting, fusion_state
+from irframework.compiler.fusion_faults import fault_of, same_pattern
+from irframework.compiler.matches import Match, Refused
+from irframework.compiler.report import graph_number, source_line
+from irframework.compiler.skeletons import Skeleton, Unfit, derive
+from irframework.compiler.spelling_check import wrong_spelling
+from irframework.errors import IrError
+from irframework.notices import say_once
+from irframework.op import IrOp
+from irframework.registry import registry
+from irframework.settings import effective
+
+_Bodies = tuple[object, ...]
+_kept: dict[str, tuple[_Bodies, list[Skeleton]]] = {}
+
+
+def looked_for() -> list[IrOp]:
+    """The ops that are declared with `fuse`, without those that are left out by `IRFRAMEWORK_DISABLE_FUSIONS`."""
+    without = fusion_state.current().without
+    return [op for op in registry.ops.values() if op.fuse and op.name not in without]
+
+
+def skeletons_of(op: IrOp) -> list[Skeleton]:
+    """The skeletons of an op, derived at first need and again when one of its bodies is another function.
+
+    Raises:
+        InvalidFusionError: Its body cannot be a pattern.
+        DuplicateFusionError: Another op has the same.
+        SpellingError: One of its spellings computes something else.
+    """
+    bodies = (op.native, *(spelling.fn for spelling in op.spellings))
+    kept = _kept.get(op.name)
+    if kept is None or kept[0] != bodies:
+        kept = _kept[op.name] = (bodies, _derived(op))
+    return kept[1]
+
+
+def _derived(op: IrOp) -> list[Skeleton]:
+    unfit: list[Unfit] = []
+    found = derive(op, None, unfit)
+    fault = fault_of(op, None, unfit, usable=bool(found))
+    if fault is not None:
+        _tell(op, fault)
+        return []
+    for spelling in op.spellings:
+        wrong = wrong_spelling(op, spelling)
+        if wrong is not None:
+            _tell(op, wrong)
+            continue
+        unfit = []
+        more = derive(op, spelling, unfit)
+        fault = fault_of(op, spelling, unfit, usable=bool(more))
+        if fault is not None:
+            _tell(op, fault)
+        found += more
+    for name, (bodies, others) in list(_kept.items()):
+        other = registry.ops.get(name)
+        if other is None or other is op or not other.fuse or bodies[0] is not other.native:
+            continue
+        duplicate = same_pattern(found, others)
+        if duplicate is not None:
+            if _belongs_to_the_program(op) or not _belongs_to_the_program(other):
+                _tell(op, duplicate)
+                return []
+            _tell(other, duplicate)
+            _kept[name] = (bodies, [])
+    return found
+
+
+def _belongs_to_the_program(op: IrOp) -> bool:
+    return op.plugin is None and not str(getattr(op.native, "__module__", "")).startswith("irframework.")
+
+
+def _tell(op: IrOp, error: IrError) -> None:
+    if _belongs_to_the_program(op) or effective("strict"):
+        raise error
+    by = f" of plugin {op.plugin}" if op.plugin else ""
+    say_once(logging.WARNING, ("fuse", op.name, str(error)), "Op %s%s is not fused so: %s", op.name, by, error)
+
+
+def take_number(match: Match) -> None:
+    """Number a fusion, for `irframework bisect`.
+
+    Raises:
+        Refused: The numbers are used up.
+    """
+    node = match.outputs[0][0]
+    place = bisecting.Lowered(source_line(node), node.name, graph_number(), fusion_state.PASS)
+    if bisecting.active() and not bisecting.takes_fusion(match.op, place):
+        raise Refused(f"{bisecting.LIMIT} is used up")
