@@ -45,10 +45,32 @@ def irframework_default_priorities(platform: "Platform", mode: str) -> "Mapping[
 
 @hookspec
 def irframework_passes(stage: str) -> "Iterable[Any] | None":
-    """Return graph passes for a stage of the compile pipeline: callables over an fx graph with a `uuid()`.
+    """Return graph passes for a stage of the compile pipeline: callables that rewrite an fx graph in place.
+
+    They run on every graph that is compiled, forward, backward and for inference, also where no IR op is in it; in
+    stock Inductor from the first IR op on, or from `ir.install()`. After each the graph is checked: it is well formed,
+    its inputs and the number, dtype, shape and strides of its outputs are what they were, it writes to the same inputs,
+    and in inference graphs its outputs share no memory that they did not share. New nodes get their `meta["val"]`. A
+    pass that fails, or breaks the graph, is an error that names it and its plugin, and the graph is as it was before.
+
+    A pass may have these attributes:
+
+    * `name`: without it, the function's or the class's name. With the plugin's name before it (`PLUGIN.NAME`) it is
+      what reports show with its time, and what `IRFRAMEWORK_DISABLE_PASSES` takes. Of equal names the second is
+      `NAME#2`.
+    * `uuid()`: what the pass depends on, for the cache key of compiled graphs. A pass without one, or whose `uuid()`
+      returns None, switches the cache off.
+    * `after`, `before`: names of passes of the same stage that it runs behind, or ahead of: of the plugin's own passes
+      by `NAME`, of others by `PLUGIN.NAME`. One that does not exist is warned about, unless it is written `NAME?`.
+      Passes that nothing orders run by the plugin's name, then as listed; those of the program (`user.NAME`) last.
+      Passes that wait for each other are an error.
 
     Args:
-        stage: `before_lowering` or `after_lowering`.
+        stage: `before_fusion`: IR ops are as the user called them, and what computes a fused op is still spread out.
+            `after_fusion`: parts of the graph have become fused ops, and IR ops are whole. (It is asked for as
+            `before_lowering`, too, its name while there was no fusion; what is given under both names runs once.)
+            `after_lowering`: only torch ops and kernels are left, which overwrite what the graph made. A pass there
+            must not put one tensor in the place of another, nor bring in IR ops.
     """
     return None
 

@@ -555,7 +555,7 @@ def test_hook_that_fails_while_compiling_names_its_plugin(tmp_path, hook):
         from irframework.plugins import compiler_passes, load_plugins, platform_compiler
         load_plugins()
         said = []
-        for ask in (lambda: compiler_passes("before_lowering"), lambda: platform_compiler(ir.current_platform())):
+        for ask in (lambda: compiler_passes("after_fusion"), lambda: platform_compiler(ir.current_platform())):
             try:
                 ask()
             except ir.errors.PluginError as error:

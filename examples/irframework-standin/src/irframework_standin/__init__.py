@@ -25,7 +25,7 @@ def irframework_register_impls() -> None:
 def irframework_passes(stage: str):
     from irframework_standin.passes import CountOps
 
-    return [CountOps()] if stage == "before_lowering" else None
+    return [CountOps()] if stage == "after_fusion" else None
 
 
 @ir.hookimpl

@@ -25,7 +25,7 @@ def irframework_register_impls() -> None:
 def irframework_passes(stage: str):
     from irframework_toydev.passes import DropUnitFactors
 
-    return [DropUnitFactors()] if stage == "before_lowering" else None
+    return [DropUnitFactors()] if stage == "after_fusion" else None
 
 
 @ir.hookimpl
