@@ -46,6 +46,7 @@ class Skeleton:
         root: Its core, erased cores looked through.
         body: The further spelling that it was derived of; None for native.
         arguments: Those that it was derived for, with the numbers that stand for parameters.
+        targets: What it computes with.
     """
 
     op: IrOp
@@ -59,6 +60,7 @@ class Skeleton:
     root: int
     body: IrOpImpl | None
     arguments: tuple[Any, ...]
+    targets: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +130,25 @@ def derive(op: IrOp, body: IrOpImpl | None = None, unfit: list[Unfit] | None = N
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         samples = list(samples_of(op, mode, unfit))
     unfit[:] = [] if samples else unfit
-    for arguments in samples:
+    for arguments in {_way(arguments): arguments for arguments in reversed(samples)}.values():
         skeleton = _skeleton(op, arguments, body)
         if skeleton is not None:
             found.setdefault(_shape_of_definition(skeleton), skeleton)
         else:
             unfit.append(Unfit(arguments))
     return list(found.values())
+
+
+def _way(arguments: tuple[Any, ...]) -> Any:
+    """What of a call can steer a definition: all but the numbers in tensors, and what is not whole."""
+    return tuple(
+        (each.dim(), each.dtype, each.shape)
+        if isinstance(each, Tensor)
+        else None
+        if type(each) is float
+        else repr(each)
+        for each in arguments
+    )
 
 
 def samples_of(op: IrOp, mode: FakeTensorMode, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
@@ -220,19 +234,24 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     reach = [len(cores & tensors.keys()) for cores in below]
     index = reach.index(max(reach))
     root = stripped(table, flat[index].core)
-    size = len(set().union(*below))
-    return Skeleton(op, fixed, table, flat, tensors, marks, size, index, root, body, tuple(marked))
+    cores = set().union(*below)
+    targets = frozenset(table.cores[core].target.partition("[")[0] for core in cores) - ERASED - {"leaf"}
+    return Skeleton(op, fixed, table, flat, tensors, marks, len(cores), index, root, body, tuple(marked), targets)
 
 
 def _shape_of_definition(skeleton: Skeleton) -> Any:
     """What tells one skeleton from another: structure and the arguments that are fixed."""
     table = skeleton.table
+    known: dict[int, Any] = {}
 
-    def text(core: int, depth: int = 0) -> Any:
+    def text(core: int) -> Any:
         core = stripped(table, core)
         if core in skeleton.tensors:
             return skeleton.tensors[core]
-        return (table.cores[core].target, *(text(value.core) for value in values_in(table.cores[core].args)))
+        if core not in known:
+            below = (text(value.core) for value in values_in(table.cores[core].args))
+            known[core] = hash((table.cores[core].target, *below))
+        return known[core]
 
     return (repr(sorted(skeleton.fixed.items())), tuple(text(value.core) for value in skeleton.outputs))
 
@@ -322,6 +341,27 @@ class Search:
         found = binding.copy()
         found.tensors[name] = possible
         yield found
+
+
+def whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, sample: int) -> list[int]:
+    """Whole numbers that a candidate shows in its constants and sizes, the likeliest for a parameter first.
+
+    That is the one which stands most often where the definition shows the sample that it was derived with.
+    """
+    votes: dict[int, int] = {sample: 0}
+    for ours, theirs in binding.cores.items():
+        own, other = skeleton.table.cores[ours], graph.cores[theirs]
+        shapes = zip(own.shape, other.shape, strict=False)
+        for mine, found in (*shapes, *zip(_items(own.args), _items(other.args), strict=False)):
+            whole = _whole(found)
+            if whole is not None:
+                votes[whole] = votes.get(whole, 0) + (_whole(mine) == sample)
+    return sorted(votes, key=lambda whole: -votes[whole])
+
+
+def _whole(value: Any) -> int | None:
+    plain = constant(value) if isinstance(value, Number) else value
+    return int(plain) if isinstance(plain, (int, float)) and float(plain).is_integer() else None
 
 
 def _items(args: Any) -> list[Any]:
