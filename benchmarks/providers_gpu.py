@@ -4,6 +4,7 @@ Run it in the root of the repository, on the machine with the GPU:
 
     python benchmarks/providers_gpu.py --json providers.json [--liger liger_kernel-0.8.5-py3-none-any.whl]
     python benchmarks/providers_gpu.py --ops rms_norm --rows 2048 --columns 4096 --verbose
+    python benchmarks/providers_gpu.py --ops fused --json fused.json                   # the other fused quantisations
     python benchmarks/providers_gpu.py --from providers.json --plot providers.svg      # anywhere, later
 
 The whole grid takes about three minutes on 16 cores and ends after --limit seconds in any case; what was not measured
@@ -12,8 +13,9 @@ by then is listed. Of this repository nothing needs to be installed (see `source
 
 How times are taken is said in `irframework/cli/benchmarking.py`: inside CUDA graphs, every call with arguments of its
 own, the cache cold. Providers are called directly, without the framework. `inductor` is stock torch.compile of the op's
-definition, compiled for each shape alone. The floor is the bytes that must move (arguments read once, results written
-once) at the bandwidth of a large copy measured in the same run. The goals are printed beside what was found.
+definition, compiled for each shape alone. `unfused` is the two kernels of `triton` that a fused quantisation stands
+for, one after the other. The floor is the bytes that must move (arguments read once, results written once) at the
+bandwidth of a large copy measured in the same run. The goals are printed beside what was found.
 """
 
 import argparse
@@ -43,6 +45,16 @@ OPS = (
     "silu_and_mul_dynamic_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8",
 )
+FUSED_OPS = (
+    "rms_norm_group_quant_fp8",
+    "fused_add_rms_norm_group_quant_fp8",
+    "silu_and_mul_group_quant_fp8",
+    "gelu_and_mul_group_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+    "gelu_and_mul_static_quant_fp8",
+    "gelu_and_mul_dynamic_quant_fp8",
+)
+FIRST_PARTS = ("fused_add_rms_norm", "rms_norm", "silu_and_mul", "gelu_and_mul")
 OURS = ("vllm_c", "triton")
 SMALL = 64  # rows where ours are measured with a warm cache as well
 Call = Callable[..., Any]
@@ -59,7 +71,7 @@ class Point:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the op's first tensor; gate and up lie side by side."""
-        return self.rows, self.columns * (2 if self.op.startswith("silu_and_mul") else 1)
+        return self.rows, self.columns * (2 if "_and_mul" in self.op else 1)
 
 
 def points(options: argparse.Namespace) -> list[Point]:
@@ -76,6 +88,30 @@ def arguments_of(point: Point, device: str) -> tuple[Any, ...]:
     return made
 
 
+def unfused(name: str, device: str, sample: tuple[Any, ...]) -> Call | None:
+    """The two kernels that a fused quantisation stands for, of the provider that has both."""
+    import irframework as ir
+    from irframework.dispatch import why_never
+
+    first = next((part for part in FIRST_PARTS if name.startswith(f"{part}_") and "quant" in name), None)
+    if first is None:
+        return None
+    names = list(getattr(ir.ops, name).signature.parameters)
+    impls = [getattr(ir.ops, part).impls.get("triton") for part in (first, name.removeprefix(f"{first}_"))]
+    if any(impl is None or why_never(impl, device) is not None for impl in impls):
+        return None
+    impls = [impl.functional or impl for impl in impls]
+    wanted = [[p for p in impl.op.signature.parameters if p in names] for impl in impls]
+    places = [[names.index(p) for p in part if i == 0 or p != "x"] for i, part in enumerate(wanted)]
+
+    def call(*arguments: Any) -> Any:
+        y = impls[0].fn(*(arguments[place] for place in places[0]))
+        y, total = y if isinstance(y, tuple) else (y, None)
+        return impls[1].fn(y, *(arguments[place] for place in places[1])), total
+
+    return call
+
+
 def contestants(point: Point, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Who takes part, each called with the op's arguments in order."""
     import torch
@@ -90,6 +126,9 @@ def contestants(point: Point, options: argparse.Namespace) -> Iterator[tuple[str
         impl = op.impls.get(name)
         if impl is not None and why_never(impl, options.device) is None and impl.accepts(sample) is True:
             yield name, impl.fn
+    both = unfused(point.op, options.device, sample)
+    if both is not None:
+        yield "unfused", both
     if not options.no_inductor:
         torch._dynamo.reset()  # each shape is compiled anew: no limit on how many
         yield "inductor", torch.compile(op.native, dynamic=False)
@@ -209,7 +248,8 @@ def main() -> int:
     numbers = lambda text: tuple(int(part) for part in text.split(","))  # noqa: E731
     parser.add_argument("--rows", type=numbers, default=ROWS)
     parser.add_argument("--columns", type=numbers, default=COLUMNS)
-    parser.add_argument("--ops", type=lambda text: tuple(text.split(",")), default=OPS)
+    ops = lambda text: FUSED_OPS if text == "fused" else tuple(text.split(","))  # noqa: E731
+    parser.add_argument("--ops", type=ops, default=OPS, help="their names, or: fused")
     parser.add_argument("--device", default="cuda", help="cpu: only to try this program")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--liger", type=Path, help="its wheel, where it is not installed")

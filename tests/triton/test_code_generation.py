@@ -23,6 +23,8 @@ LOADED_EARLY = ("sm_90", "sm_100")
 MODULES = {
     "rms_norm_kernel": "norms",
     "add_rms_norm_kernel": "norms",
+    "rms_norm_groups_kernel": "norms",
+    "add_rms_norm_groups_kernel": "norms",
     "gated_kernel": "gated",
     "gated_rows_kernel": "gated",
     "rotary_kernel": "rotary",
@@ -65,11 +67,18 @@ class Case:
         return replace(self, constants=constants)
 
 
+def grouped(kernel: str, hidden: int, **more: Any) -> Case:
+    """A norm that ends in codes of groups."""
+    whole = rows(kernel, hidden, VALUES, hardware=True, has_weight=True, **more)
+    return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("codes", "resident")})
+
+
 def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
     """A kernel that reduces rows, with the tile it has for rows of a length."""
     from irframework_triton_kernels import tiles
 
     kinds = {"rms_norm_kernel": tiles.NORM, "add_rms_norm_kernel": tiles.ADD_NORM}
+    kinds |= {"rms_norm_groups_kernel": tiles.NORM, "add_rms_norm_groups_kernel": tiles.ADD_NORM}
     gated = tiles.CODES if more.get("activation") == NO_GATE else tiles.GATED_CODES
     tile = tiles.row_tile(hidden, kinds.get(kernel, gated), many=True)
     constants = {"codes": codes, "tile_rows": tile.rows, "block": tile.block, "tail": tile.tail, "whole": tile.whole}
@@ -81,7 +90,7 @@ ELEMENTS = {"tile_rows": 1, "block": 1024}
 ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
 COPIED = {"value_tile_heads": 8, "value_block": 128}
 CACHED = {"tile_heads": 16, "block": 64, **COPIED}
-GROUPS = {"hardware": True, "group_size": 128, "tile_rows": 16, "block": 128}
+GROUPS = {"activation": NO_GATE, "hardware": True, "group_size": 128, "tile_rows": 16, "block": 128}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
     rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
@@ -111,8 +120,14 @@ CASES = [
     rows("gated_rows_kernel", 4096, INT8, activation=NO_GATE),
     Case("group_codes_kernel", 4, {**GROUPS, "column_major": False, "power_of_two": False}),
     Case("group_codes_kernel", 4, {**GROUPS, "column_major": True, "power_of_two": True}),
+    Case("group_codes_kernel", 4, {**GROUPS, "activation": SILU, "column_major": False, "power_of_two": True}),
     Case("largest_kernel", 8, {"tile_rows": 1, "block": 4096}),
     Case("tensor_codes_kernel", 4, {**ELEMENTS, "block": 2048, "parts": 512, "hardware": True}),
+    grouped("rms_norm_groups_kernel", 7168, group_size=128, column_major=False, power_of_two=False),
+    grouped("rms_norm_groups_kernel", 5120, group_size=64, column_major=True, power_of_two=True),
+    grouped("add_rms_norm_groups_kernel", 7168, group_size=128, column_major=True, power_of_two=True),
+    grouped("add_rms_norm_groups_kernel", 4096, group_size=64, column_major=False, power_of_two=False),
+    grouped("add_rms_norm_groups_kernel", 100_000, group_size=32, column_major=False, power_of_two=False),
 ]
 # Tokens of 256 experts, and of 256 in 8 groups: they are not what memory is read for, so how it is read is not tested.
 ROUTING = {"top_k": 8, "top_block": 8, "renormalize": True, "tile_rows": 2}
@@ -123,6 +138,7 @@ DECODE = {
 PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False}
 FANCY = {"has_cap": True, "has_window": True, "has_sinks": True}
 FEW = [
+    grouped("rms_norm_groups_kernel", 512, group_size=128, column_major=True, power_of_two=False),
     Case("decode_kernel", 4, {**DECODE, **PLAIN, "shared": True}),
     Case("decode_kernel", 4, {**DECODE, **FANCY, "shared": False}),
     Case("shares_kernel", 4, {"has_sinks": True, "share_block": 32, "value_block": 128}),
@@ -265,6 +281,8 @@ def test_sizes_and_strides_of_64_bits_compile():
 ONES = {
     "rms_norm_kernel": ("hidden", "variance_size", "x_stride"),
     "add_rms_norm_kernel": ("hidden", "variance_size", "x_stride", "x_residual_stride"),
+    "rms_norm_groups_kernel": ("hidden", "batches", "x_stride"),
+    "add_rms_norm_groups_kernel": ("hidden", "batches", "x_stride", "x_residual_stride"),
     "gated_kernel": ("length", "x_stride"),
     "gated_rows_kernel": ("length", "x_stride"),
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
@@ -315,7 +333,12 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
         found = {"st.global.v4.b32" if pairs and kind == "st.global.v2.b32" else kind for kind in found}
         assert found - {"ld.global.b64", "ld.global.b16"} == VECTORS
     exchanged = re.findall(r"ttg.convert_layout .*: (tensor<\w+)", kernel.asm["ttgir"])
-    assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
+    if "groups_kernel" in case.kernel:
+        parts = [case.constants[part] for part in ("block", "tail") if case.constants[part]]
+        scales = [f"tensor<1x{part // case.constants['group_size']}xf32" for part in parts]
+        assert exchanged == scales
+    else:
+        assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
 
 
 @pytest.mark.parametrize("case", [case for case in CASES + FEW if all_in_registers(case)], ids=str)

@@ -24,6 +24,8 @@ def kernels():
     return (
         norms.rms_norm_kernel,
         norms.add_rms_norm_kernel,
+        norms.rms_norm_groups_kernel,
+        norms.add_rms_norm_groups_kernel,
         gated.gated_kernel,
         gated.gated_rows_kernel,
         rotary.rotary_kernel,
@@ -197,6 +199,9 @@ def test_nothing_is_launched_for_no_rows(device, launch):
     launch.rms_norm(rows(0, 128), None, 1e-6, None)
     launch.dynamic_quant_fp8(rows(3, 0))
     launch.gated(rows(0, 8), "silu")
+    launch.rms_norm_group_quant_fp8(rows(0, 128), None, 1e-6, 128, False, False)
+    launch.fused_add_rms_norm_group_quant_fp8(rows(3, 0), rows(3, 0), None, 1e-6, 128, True, False)
+    launch.gated_group_quant_fp8(rows(3, 0), "silu", 128, False, False)
     assert not device.launches
 
 
@@ -251,6 +256,9 @@ def test_every_kernel_is_loaded_early_where_the_device_can(device, launch):
         launch.gated(x, "silu")
         launch.static_quant_fp8(x, scale)
         launch.silu_and_mul_dynamic_quant_fp8(x)
+        launch.rms_norm_group_quant_fp8(x, weight, 1e-6, 64, True, True)
+        launch.fused_add_rms_norm_group_quant_fp8(x, x, weight, 1e-6, 64, False, False)
+        launch.gated_group_quant_fp8(x, "silu", 64, False, False)
         launch.rotary_embedding(torch.zeros(4, dtype=torch.int64), x, None, torch.zeros(8, 64), 64, True)
         return {early for _, _, early in device.launches}
 

@@ -137,6 +137,83 @@ def test_more_elements_than_32_bits_count_are_quantised():
     assert torch.equal(q[-1:].view(torch.uint8).cpu(), want[0].view(torch.uint8))
 
 
+def assert_quantises_what_its_first_part_gives(name: str, args: tuple, first: str, *more: object) -> None:
+    """Codes and scales are, bit for bit, those of what the kernel without a quantisation computes."""
+    kind = name.removeprefix(f"{first}_")
+    got = getattr(ir.ops, name)(*args, *more)
+    y = getattr(ir.ops, first)(*args, *(more[:1] if "norm" in first or first.startswith("gelu") else ()))
+    y, total = y if isinstance(y, tuple) else (y, None)
+    want = getattr(ir.ops, kind).native(y.cpu(), *(more if first == "silu_and_mul" else more[1:]))
+    got, want = ((out,) if isinstance(out, Tensor) else out for out in (got, want))
+    codes = [torch.where(q.float().isnan(), 0x7F, q.view(torch.uint8)).cpu() for q in (got[0], want[0])]
+    assert torch.equal(*codes)
+    if len(want) > 1:
+        torch.testing.assert_close(got[1].cpu(), want[1], rtol=0, atol=0, equal_nan=True)
+    if total is not None:
+        assert torch.equal(got[-1], total)
+    assert all(out.is_contiguous() for out in got)
+
+
+GROUPS = [
+    (size, column_major, powers) for size in (128, 64) for column_major in (False, True) for powers in (False, True)
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 7168), (500, 2048), (33, 5120), (3, 7, 256), (5, 14336), (5, 16384 + 128)])
+def test_norms_and_gates_that_end_in_groups_quantise_what_they_compute(dtype, shape):
+    x, residual, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2), random(shape[-1])
+    wide = 2 * random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    for layout in GROUPS:
+        for w in (weight, weight.to(dtype), None):
+            more = (EPSILON, *layout)
+            assert_quantises_what_its_first_part_gives("rms_norm_group_quant_fp8", (x, w), "rms_norm", *more)
+            assert_quantises_what_its_first_part_gives(
+                "fused_add_rms_norm_group_quant_fp8", (x, residual, w), "fused_add_rms_norm", *more
+            )
+        assert_quantises_what_its_first_part_gives("silu_and_mul_group_quant_fp8", (wide,), "silu_and_mul", *layout)
+        for approximate in ("none", "tanh"):
+            assert_quantises_what_its_first_part_gives(
+                "gelu_and_mul_group_quant_fp8", (wide,), "gelu_and_mul", approximate, *layout
+            )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gelu_that_ends_in_codes_quantises_what_it_computes(dtype, length):
+    x, scale = 2 * random(5, 2 * length, dtype=dtype), torch.full((1,), 0.02, device="cuda")
+    for approximate in ("none", "tanh"):
+        y = ir.ops.gelu_and_mul(x, approximate).cpu()
+        q, want = (
+            ir.ops.gelu_and_mul_static_quant_fp8(x, scale, approximate),
+            ir.ops.static_quant_fp8.native(y, scale.cpu()),
+        )
+        assert torch.equal(q.view(torch.uint8).cpu(), want.view(torch.uint8))
+        assert_quantises_what_its_first_part_gives("gelu_and_mul_dynamic_quant_fp8", (x,), "gelu_and_mul", approximate)
+
+
+def test_a_residual_that_is_given_away_holds_the_sum_of_what_ends_in_groups():
+    x, residual, weight = random(100, 4096), random(100, 4096, seed=2), random(4096)
+    q, scale, total = ir.ops.fused_add_rms_norm_group_quant_fp8(x, residual, weight, EPSILON)
+    given = x.clone(), residual.clone()
+    again = ir.ops.fused_add_rms_norm_group_quant_fp8.maybe_inplace(*given, weight, EPSILON)
+    assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(again[1], scale)
+    assert torch.equal(again[2], total)
+    assert again[2].data_ptr() == given[1].data_ptr()
+
+
+def test_codes_of_fused_ops_are_those_of_the_definition_but_for_few():
+    """Sums in another order round otherwise now and then: the share of codes that are another is said here."""
+    x, weight = random(512, 4096, dtype=torch.bfloat16), random(4096, dtype=torch.bfloat16)
+    for name, args in (("rms_norm_group_quant_fp8", (x, weight, EPSILON)), ("silu_and_mul_group_quant_fp8", (x,))):
+        op = getattr(ir.ops, name)
+        got, want = (q.view(torch.uint8).cpu() for q in (op(*args)[0], op.native(*args)[0]))
+        flipped = (got != want).double().mean().item()
+        print(f"{name}: {flipped:.2e} of the codes are another")
+        assert flipped < 2e-3
+
+
 def assert_routed_as_on_cpu(name: str, logits: Tensor, *more: object, all_alike: bool) -> None:
     """As native on the CPU; where scores differ by the last bit only, a few may be chosen otherwise."""
     op = getattr(ir.ops, name)
@@ -270,6 +347,12 @@ CALLS = {
     "fused_topk": lambda: (random(7, 256), 8, True),
     "grouped_topk": lambda: (random(7, 256), 8, 8, 4, True, "sigmoid", random(256), 2.5),
     "gemma_rms_norm": lambda: (random(7, 256), random(256), EPSILON),
+    "rms_norm_group_quant_fp8": lambda: (random(7, 256), random(256), EPSILON, 64, True, True),
+    "fused_add_rms_norm_group_quant_fp8": lambda: (random(7, 256), random(7, 256, seed=2), None, EPSILON),
+    "silu_and_mul_group_quant_fp8": lambda: (random(7, 256), 64, True, False),
+    "gelu_and_mul_group_quant_fp8": lambda: (random(7, 256), "tanh", 64, False, True),
+    "gelu_and_mul_static_quant_fp8": lambda: (random(7, 256), torch.full((1,), 0.02, device="cuda")),
+    "gelu_and_mul_dynamic_quant_fp8": lambda: (random(7, 256),),
 }
 
 

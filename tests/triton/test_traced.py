@@ -44,12 +44,16 @@ class Tracer:
 @pytest.fixture
 def tracer(monkeypatch):
     import triton
+    from irframework_triton_kernels.launch import call
     from triton.backends.compiler import GPUTarget
 
-    # Triton asks its active driver for the target whose code it analyses; without a device there is none.
-    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    # Triton asks its active driver for the target whose code it analyses; without a device there is none. This one
+    # loads no kernel early: there, calls are traced as black boxes.
+    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 80, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    return Tracer()
+    call.abilities.cache_clear()
+    yield Tracer()
+    call.abilities.cache_clear()
 
 
 @pytest.fixture
@@ -116,6 +120,24 @@ def test_further_implementations_write_their_results_only(kernels, tracer):
     assert not tracer.environment.guards
 
 
+def test_what_ends_in_codes_of_groups_is_one_visible_launch_that_writes_its_results_only(kernels, tracer):
+    from irframework_triton_kernels import fused_quantizations as fused
+
+    x, residual, weight, scale = tracer.rows(8, 4096), tracer.rows(8, 4096), tracer.fixed(4096), tracer.fixed(1)
+    for layout in ((128, False, True), (64, True, False)):
+        norm, add = fused.rms_norm_group_quant_fp8, fused.fused_add_rms_norm_group_quant_fp8
+        written = tracer.written(lambda x, w, f=norm, more=layout: f(x, w, 1e-6, *more), x, weight)
+        assert written == ["y", "code_scale"]
+        written = tracer.written(lambda x, r, w, f=add, more=layout: f(x, r, w, 1e-6, *more), x, residual, weight)
+        assert written == ["y", "residual", "code_scale"]
+        for gate, more in ((fused.silu_and_mul_group_quant_fp8, ()), (fused.gelu_and_mul_group_quant_fp8, ("tanh",))):
+            written = tracer.written(lambda x, f=gate, more=(*more, *layout): f(x, *more), x)
+            assert written == ["y", "code_scale"]
+    assert tracer.written(lambda x: fused.gelu_and_mul_dynamic_quant_fp8(x, "tanh"), x) == ["y", "code_scale"]
+    assert tracer.written(fused.gelu_and_mul_static_quant_fp8, x, scale.float()) == ["y"]
+    assert not tracer.environment.guards
+
+
 def test_attention_reads_its_caches_and_copies_none(kernels, tracer):
     from irframework_triton_kernels import decoding
 
@@ -170,7 +192,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
-triton.runtime.driver._active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+triton.runtime.driver._active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 80, 32))
 torch.version.cuda = "13.0"
 import irframework as ir
 
@@ -200,14 +222,11 @@ def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies():
     assert calls == [empty, empty, launch, empty, launch]
 
 
-# What the framework makes of calls where Inductor was asked for early launches.
-EARLY = LOWERED.replace(
-    "with FakeTensorMode():",
-    "import torch._inductor.config\ntorch._inductor.config.triton.enable_pdl = True\nwith FakeTensorMode():",
-)
+# What the framework makes of calls on a device that loads kernels early.
+EARLY = LOWERED.replace('GPUTarget("cuda", 80, 32)', 'GPUTarget("cuda", 90, 32)')
 
 
-def test_where_inductor_launches_early_the_kernels_are_ops_that_do_so_themselves():
+def test_where_kernels_are_loaded_early_they_are_ops_that_launch_themselves():
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     calls = [name for name in done.stdout.split() if name != "getitem"]
@@ -223,6 +242,8 @@ def test_an_op_that_launches_early_has_the_outputs_of_the_other(kernels, tracer)
             "rms_norm_dynamic_quant_fp8": (x, None, 1e-6),
             "gated": (x, "silu"),
             "silu_and_mul_static_quant_fp8": (x, tracer.fixed(1).float()),
+            "fused_add_rms_norm_group_quant_fp8": (x, x, None, 1e-6, 64, True, True),
+            "gated_group_quant_fp8": (x, "silu", 128, False, False),
         }.items():
             both = [getattr(ops, prefix + name)(*args) for prefix in ("", "early_")]
             flat = [(out,) if isinstance(out, torch.Tensor) else out for out in both]

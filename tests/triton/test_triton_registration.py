@@ -41,6 +41,12 @@ OPS = (
     "fused_topk",
     "grouped_topk",
     "attention",
+    "gelu_and_mul_static_quant_fp8",
+    "gelu_and_mul_dynamic_quant_fp8",
+    "gelu_and_mul_group_quant_fp8",
+    "silu_and_mul_group_quant_fp8",
+    "rms_norm_group_quant_fp8",
+    "fused_add_rms_norm_group_quant_fp8",
 )
 # What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
 DEPENDENT = ("tensor_quant_fp8", "attention")
@@ -207,6 +213,30 @@ def test_activating_something_else_is_refused_with_the_reason(impl, name, argume
 )
 def test_groups_of_something_else_are_refused_with_the_reason(impl, arguments, why):
     assert why in reason(impl("group_quant_fp8").supports_args(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("silu_and_mul_group_quant_fp8", (X, 8), "multiple of group_size=8"),
+        ("silu_and_mul_group_quant_fp8", (X[:, :7], 1), "multiple of 2"),
+        ("gelu_and_mul_group_quant_fp8", (X, "none", 3), "multiple of group_size=3"),
+        ("gelu_and_mul_group_quant_fp8", (X, "fast", 4), "approximate is 'fast'"),
+        ("gelu_and_mul_group_quant_fp8", (X[0], "none", 4, True), "column-major scales need 2"),
+        ("gelu_and_mul_static_quant_fp8", (X, torch.ones(2)), "scale has shape (2,)"),
+        ("gelu_and_mul_static_quant_fp8", (X, torch.ones(1), "fast"), "approximate is 'fast'"),
+        ("gelu_and_mul_dynamic_quant_fp8", (X.double(),), "x is float64"),
+        ("rms_norm_group_quant_fp8", (X, W.double(), 1e-6, 4), "weight is float64"),
+        ("rms_norm_group_quant_fp8", (X, W, 1e-6, 3), "group_size is 3, needs a power of two"),
+        ("rms_norm_group_quant_fp8", (X, W, 1e-6, 16), "multiple of group_size=16"),
+        ("rms_norm_group_quant_fp8", (torch.ones(1, 16384), None, 1e-6, 16384), "of at most 8192"),
+        ("rms_norm_group_quant_fp8", (X[0], W, 1e-6, 4, True), "column-major scales need 2"),
+        ("fused_add_rms_norm_group_quant_fp8", (X, X.half(), W, 1e-6, 4), "x_residual is float16"),
+        ("fused_add_rms_norm_group_quant_fp8", (X, X, W, 1e-6, 0), "group_size is 0"),
+    ],
+)
+def test_fusing_something_else_with_a_quantisation_is_refused_with_the_reason(impl, name, arguments, why):
+    assert why in reason(impl(name).supports_args(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
-Further ones are in `activations`, `decoding`, `gemma_norms`, `quantizations` and `routing`. The kernels, and with them
-Triton, are imported at the first call.
+Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `quantizations` and `routing`. The
+kernels, and with them Triton, are imported at the first call.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_triton_kernels import activations, decoding, gemma_norms, quantizations, routing
+from irframework_triton_kernels import activations, decoding, fused_quantizations, gemma_norms, quantizations, routing
 from irframework_triton_kernels.availability import triton_runs
 from irframework_triton_kernels.conditions import ADD_NORM, FLOATS, GATED, INTEGERS, NORM
 from irframework_triton_kernels.conditions import launches as _launch
@@ -352,6 +352,7 @@ def register(provider: str) -> None:
     )
     activations.register(add)
     quantizations.register(add)
+    fused_quantizations.register(add)
     gemma_norms.register(add)
     routing.register(add)
     decoding.register(add)

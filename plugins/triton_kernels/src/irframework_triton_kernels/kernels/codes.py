@@ -14,6 +14,7 @@ VALUES = tl.constexpr(0)
 STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
 INT8 = tl.constexpr(3)  # under one of the row
+GROUPED = tl.constexpr(4)  # under one of each group of a row
 
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(1 / (448 * 512))
@@ -76,6 +77,34 @@ def scale_of(largest):
 
 
 @triton.jit
+def _power_of_two_above(scale):
+    """The smallest power of two that is not below a scale; infinities and NaN stay."""
+    bits = scale.to(tl.int32, bitcast=True)
+    above = (bits + 0x7FFFFF) & 0x7F800000  # a carry out of the mantissa raises the exponent
+    return tl.where(bits < INFINITY, above, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def group_scale_of(largest, power_of_two: tl.constexpr):
+    """As `scale_of`, for groups; raised to powers of two on demand."""
+    scale = scale_of(largest)
+    if power_of_two:
+        scale = _power_of_two_above(scale)
+    return scale
+
+
+@triton.jit
+def scale_place(row, of_row, rows, groups, batches, column_major: tl.constexpr):
+    """Where the scale of a row's group lies: as the group does, or beside those of this group of a batch's rows."""
+    if column_major:
+        of_batch = rows // batches
+        batch = row // of_batch
+        return (batch * groups + of_row) * of_batch + (row - batch * of_batch)
+    else:
+        return row * groups + of_row
+
+
+@triton.jit
 def int8_scale_of(largest):
     """As `scale_of`, for int8."""
     scale = tl.math.div_rn(largest.to(tl.float32, bitcast=True), 127.0)
@@ -103,3 +132,38 @@ def stored(y, columns, h, inverse, mask, x, codes: tl.constexpr, hardware: tl.co
         # As many at once as are read at once. 16 bytes of codes would want another layout, and x be rearranged for it.
         at = tl.max_contiguous(y + columns, [1, 128 // x.dtype.element_ty.primitive_bitwidth])
         tl.store(at, codes_of(h, inverse, hardware), mask=mask)
+
+
+@triton.jit
+def stored_groups(
+    y,
+    start,
+    h,
+    mask,
+    x,
+    code_scale,
+    row,
+    rows,
+    hidden,
+    batches,
+    group_size: tl.constexpr,
+    column_major: tl.constexpr,
+    power_of_two: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Stores a tile of rows, `block` float32 values from `start` on, as codes; scales of its groups at `code_scale`.
+
+    A group is a power of two elements, and both `start` and `block` are whole groups.
+    """
+    count: tl.constexpr = block // group_size
+    groups = hidden // group_size
+    parts = tl.reshape(h, (tile_rows, count, group_size))
+    scale = group_scale_of(tl.max(magnitudes(parts), 2), power_of_two)
+    of_row = start // group_size + tl.arange(0, count)[None, :]
+    place = scale_place(row, of_row, rows, groups, batches, column_major)
+    tl.store(code_scale + place, scale, mask=(row < rows) & (of_row < groups))
+    h = tl.reshape(parts * tl.math.div_rn(1.0, scale)[:, :, None], (tile_rows, block))
+    columns = start + tl.arange(0, block)[None, :]
+    stored(y, columns, h, 1.0, mask, x, STATIC, hardware)

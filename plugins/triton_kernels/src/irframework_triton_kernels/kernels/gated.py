@@ -35,7 +35,7 @@ def _activated(gate, activation: tl.constexpr):
 
 
 @triton.jit
-def _value(x, columns, length, mask, activation: tl.constexpr):
+def value_of(x, columns, length, mask, activation: tl.constexpr):
     """`activation(x[:, :length]) * x[:, length:]` for one tile, rounded as two ops round; or x itself."""
     gate = tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
     if activation == NO_GATE:
@@ -74,7 +74,7 @@ def gated_kernel(
     else:
         inverse = 1.0
     x += row * x_stride
-    h = _value(x, columns, length, mask, activation)
+    h = value_of(x, columns, length, mask, activation)
     stored(y + row * length, columns, h, inverse, mask, x, codes, hardware)
 
 
@@ -113,10 +113,10 @@ def _quantise_rows(
         behind = block + tl.arange(0, tail if tail else 1)[None, :]
         mask = live & (columns < length)
         mask_behind = live & (behind < length)
-        h = _value(x, columns, length, mask, activation)
+        h = value_of(x, columns, length, mask, activation)
         largest = largest_of(magnitudes(h), tile_rows)
         if tail:
-            h_behind = _value(x, behind, length, mask_behind, activation)
+            h_behind = value_of(x, behind, length, mask_behind, activation)
             largest = tl.maximum(largest, largest_of(magnitudes(h_behind), tile_rows))
         scale = _scale_of(largest, codes)
         tl.store(code_scale + row, scale, mask=live)
@@ -128,7 +128,7 @@ def _quantise_rows(
         most = tl.zeros((tile_rows, block), tl.int32)
         for start in range(0, length, block):
             at = start + columns
-            h = _value(x, at, length, live & (at < length), activation)
+            h = value_of(x, at, length, live & (at < length), activation)
             most = tl.maximum(most, magnitudes(h))
         scale = _scale_of(largest_of(most, tile_rows), codes)
         tl.store(code_scale + row, scale, mask=live)
@@ -136,7 +136,7 @@ def _quantise_rows(
         for start in range(0, length, block):
             at = start + columns
             mask = live & (at < length)
-            h = _value(x, at, length, mask, activation)
+            h = value_of(x, at, length, mask, activation)
             stored(y, at, h, inverse, mask, x, codes, hardware)
 
 

@@ -1,19 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-"""Quantisation to float8_e4m3fn under one scale for a group of a row, or for a whole tensor."""
+"""Quantisation to float8_e4m3fn under one scale for a group of a row, gated or not, or for a whole tensor."""
 
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import INFINITY, STATIC, largest_of, magnitudes, scale_of, stored
+from irframework_triton_kernels.kernels.codes import (
+    STATIC,
+    group_scale_of,
+    largest_of,
+    magnitudes,
+    scale_of,
+    scale_place,
+    stored,
+)
+from irframework_triton_kernels.kernels.gated import value_of
 from irframework_triton_kernels.kernels.order import after_predecessor
-
-
-@triton.jit
-def _power_of_two_above(scale):
-    """The smallest power of two that is not below a scale; infinities and NaN stay."""
-    bits = scale.to(tl.int32, bitcast=True)
-    above = (bits + 0x7FFFFF) & 0x7F800000  # a carry out of the mantissa raises the exponent
-    return tl.where(bits < INFINITY, above, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -25,6 +26,7 @@ def group_codes_kernel(
     groups,
     batches,
     x_stride,
+    activation: tl.constexpr,
     group_size: tl.constexpr,
     column_major: tl.constexpr,
     power_of_two: tl.constexpr,
@@ -35,7 +37,8 @@ def group_codes_kernel(
 ):
     """Codes of `tile_rows` groups, which follow each other in a row and over rows, each under a scale of its own.
 
-    Scales lie as the groups do, or with those of one group of all rows of a batch side by side.
+    Rows are gated, or are not. Scales lie as the groups do, or with those of one group of all rows of a batch side by
+    side.
     """
     if early:
         after_predecessor()
@@ -45,16 +48,9 @@ def group_codes_kernel(
     live = row < rows
     columns = tl.arange(0, block)[None, :]
     mask = live & (columns < group_size)
-    h = tl.load(x + row * x_stride + of_row * group_size + columns, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(largest_of(magnitudes(h), tile_rows))
-    if power_of_two:
-        scale = _power_of_two_above(scale)
-    if column_major:
-        of_batch = rows // batches
-        batch = row // of_batch
-        tl.store(code_scale + (batch * groups + of_row) * of_batch + (row - batch * of_batch), scale, mask=live)
-    else:
-        tl.store(code_scale + group, scale, mask=live)
+    h = value_of(x + row * x_stride + of_row * group_size, columns, groups * group_size, mask, activation)
+    scale = group_scale_of(largest_of(magnitudes(h), tile_rows), power_of_two)
+    tl.store(code_scale + scale_place(row, of_row, rows, groups, batches, column_major), scale, mask=live)
     stored(y + group * group_size, columns, h, tl.math.div_rn(1.0, scale), mask, x, STATIC, hardware)
 
 

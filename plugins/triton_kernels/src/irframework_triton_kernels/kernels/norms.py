@@ -4,7 +4,17 @@
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, largest_of, magnitudes, scale_of, stored, summed
+from irframework_triton_kernels.kernels.codes import (
+    DYNAMIC,
+    GROUPED,
+    STATIC,
+    largest_of,
+    magnitudes,
+    scale_of,
+    stored,
+    stored_groups,
+    summed,
+)
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 # What `has_weight` may be besides true and false: a weight that says how far the scale is from one.
@@ -83,6 +93,10 @@ def _norm_rows(
     block: tl.constexpr,
     tail: tl.constexpr,
     whole: tl.constexpr,
+    batches=1,
+    group_size: tl.constexpr = 1,
+    column_major: tl.constexpr = False,
+    power_of_two: tl.constexpr = False,
 ):
     """Norms the rows of one tile.
 
@@ -125,9 +139,20 @@ def _norm_rows(
             row_scale = scale_of(largest)
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
-        stored(y, columns, h, inverse, mask, x, codes, hardware)
-        if tail:
-            stored(y, behind, h_behind, inverse, mask_behind, x, codes, hardware)
+        if codes == GROUPED:
+            stored_groups(
+                y, 0, h, mask, x, code_scale, row, rows, hidden, batches,
+                group_size, column_major, power_of_two, hardware, tile_rows, block,
+            )  # fmt: skip
+            if tail:
+                stored_groups(
+                    y, block, h_behind, mask_behind, x, code_scale, row, rows, hidden, batches,
+                    group_size, column_major, power_of_two, hardware, tile_rows, tail,
+                )  # fmt: skip
+        else:
+            stored(y, columns, h, inverse, mask, x, codes, hardware)
+            if tail:
+                stored(y, behind, h_behind, inverse, mask_behind, x, codes, hardware)
     else:
         squares = tl.zeros((tile_rows, block), tl.float32)
         for start in range(0, hidden if has_residual else variance_size, block):
@@ -155,7 +180,13 @@ def _norm_rows(
             mask = live & (at < hidden)
             h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
             h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
-            stored(y, at, h, inverse, mask, x, codes, hardware)
+            if codes == GROUPED:
+                stored_groups(
+                    y, start, h, mask, x, code_scale, row, rows, hidden, batches,
+                    group_size, column_major, power_of_two, hardware, tile_rows, block,
+                )  # fmt: skip
+            else:
+                stored(y, at, h, inverse, mask, x, codes, hardware)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -244,3 +275,74 @@ def add_rms_norm_kernel(
             x_residual_stride, epsilon,
             True, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
         )  # fmt: skip
+
+
+# --- codes of groups ----------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_groups_kernel(
+    x,
+    weight,
+    y,
+    code_scale,
+    rows,
+    hidden,
+    batches,
+    x_stride,
+    epsilon,
+    has_weight: tl.constexpr,
+    group_size: tl.constexpr,
+    column_major: tl.constexpr,
+    power_of_two: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    tail: tl.constexpr,
+    whole: tl.constexpr,
+    early: tl.constexpr,
+):
+    """`rms_norm(x, weight)` as codes, each group of a row under a scale of its own; scales as in `scale_place`."""
+    if early:
+        after_predecessor()
+    _norm_rows(
+        tl.program_id(0), x, x, weight, y, y, code_scale, rows, hidden, hidden, x_stride, x_stride, epsilon,
+        False, has_weight, False, GROUPED, hardware, tile_rows, block, tail, whole,
+        batches, group_size, column_major, power_of_two,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_rms_norm_groups_kernel(
+    x,
+    x_residual,
+    weight,
+    y,
+    residual,
+    code_scale,
+    rows,
+    hidden,
+    batches,
+    x_stride,
+    x_residual_stride,
+    epsilon,
+    has_weight: tl.constexpr,
+    group_size: tl.constexpr,
+    column_major: tl.constexpr,
+    power_of_two: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    tail: tl.constexpr,
+    whole: tl.constexpr,
+    early: tl.constexpr,
+):
+    """`residual = x + x_residual`, and its norm as codes of groups; `residual` as in `add_rms_norm_kernel`."""
+    if early:
+        after_predecessor()
+    _norm_rows(
+        tl.program_id(0), x, x_residual, weight, y, residual, code_scale, rows, hidden, hidden, x_stride,
+        x_residual_stride, epsilon,
+        True, has_weight, False, GROUPED, hardware, tile_rows, block, tail, whole,
+        batches, group_size, column_major, power_of_two,
+    )  # fmt: skip

@@ -13,14 +13,21 @@ from irframework_triton_kernels.launch.gated import (
     dynamic_quant_fp8,
     dynamic_quant_int8,
     gated,
+    gelu_and_mul_dynamic_quant_fp8,
+    gelu_and_mul_static_quant_fp8,
     silu_and_mul_dynamic_quant_fp8,
     silu_and_mul_static_quant_fp8,
     static_quant_fp8,
 )
-from irframework_triton_kernels.launch.group_codes import group_quant_fp8, tensor_quant_fp8
+from irframework_triton_kernels.launch.group_codes import gated_group_quant_fp8, group_quant_fp8, tensor_quant_fp8
 from irframework_triton_kernels.launch.kv_cache import (
     reshape_and_cache_inplace,
     rotary_embedding_reshape_and_cache_inplace,
+)
+from irframework_triton_kernels.launch.norm_groups import (
+    fused_add_rms_norm_group_quant_fp8,
+    fused_add_rms_norm_group_quant_fp8_inplace,
+    rms_norm_group_quant_fp8,
 )
 from irframework_triton_kernels.launch.norms import (
     fused_add_gemma_rms_norm,
@@ -49,18 +56,24 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_add_rms_norm_dynamic_quant_fp8",
     "fused_add_rms_norm_dynamic_quant_fp8_inplace",
+    "fused_add_rms_norm_group_quant_fp8",
+    "fused_add_rms_norm_group_quant_fp8_inplace",
     "fused_add_rms_norm_inplace",
     "fused_add_rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "fused_topk",
     "gated",
     "gated_by",
+    "gated_group_quant_fp8",
+    "gelu_and_mul_dynamic_quant_fp8",
+    "gelu_and_mul_static_quant_fp8",
     "gemma_rms_norm",
     "group_quant_fp8",
     "grouped_topk",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
+    "rms_norm_group_quant_fp8",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
     "rotary_embedding_reshape_and_cache_inplace",

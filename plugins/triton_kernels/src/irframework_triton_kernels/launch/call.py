@@ -164,6 +164,17 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def check_overwritten(**tensors: Tensor) -> None:
+    """Refuse what `rows_of` must not copy, for the copy would be overwritten instead.
+
+    Raises:
+        ValueError: A tensor is not contiguous.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"fused_add_rms_norm in place: {name} has strides {tensor.stride()}, must be contiguous")
+
+
 def static(length: Any) -> int | None:
     """A length that is known while a kernel is traced."""
     return length if isinstance(length, int) else None

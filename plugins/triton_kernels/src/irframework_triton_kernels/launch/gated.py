@@ -105,6 +105,23 @@ def silu_and_mul_dynamic_quant_fp8(x: Tensor, tile: Tile | None = None) -> tuple
 
 
 @torch_op()
+def gelu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor, approximate: str, tile: Tile | None = None) -> Tensor:
+    """Gate rows by GELU into codes under a scale, one float32 number."""
+    q = x.new_empty(_halved(x), dtype=code_dtype(x))
+    _elements(x, q, ACTIVATIONS[approximate], STATIC.value, scale, tile)
+    return as_codes(q)
+
+
+@torch_op()
+def gelu_and_mul_dynamic_quant_fp8(x: Tensor, approximate: str, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """Gate rows by GELU into codes, each row under a scale of its own; returns the codes and the scales."""
+    q = x.new_empty(_halved(x), dtype=code_dtype(x))
+    scales = new_scales(q)
+    _rows(x, q, scales, ACTIVATIONS[approximate], tile)
+    return as_codes(q), scales
+
+
+@torch_op()
 def static_quant_fp8(x: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
     """Quantise rows under a scale, one float32 number."""
     q = new_codes(x)

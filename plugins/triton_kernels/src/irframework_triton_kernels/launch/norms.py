@@ -8,6 +8,7 @@ from irframework_triton_kernels.launch.call import (
     FP8,
     as_codes,
     as_float,
+    check_overwritten,
     launch,
     new_codes,
     new_like,
@@ -177,7 +178,7 @@ def fused_add_rms_norm_inplace(
     Raises:
         ValueError: x or x_residual is not contiguous.
     """
-    _check_overwritten(x=x, x_residual=x_residual)
+    check_overwritten(x=x, x_residual=x_residual)
     _add_norm(x, x_residual, weight, x, x_residual, epsilon, variance_size, tile=tile)
 
 
@@ -190,7 +191,7 @@ def fused_add_gemma_rms_norm_inplace(
     Raises:
         ValueError: x or x_residual is not contiguous.
     """
-    _check_overwritten(x=x, x_residual=x_residual)
+    check_overwritten(x=x, x_residual=x_residual)
     _add_norm(x, x_residual, weight, x, x_residual, epsilon, tile=tile, around_one=True)
 
 
@@ -203,7 +204,7 @@ def fused_add_rms_norm_static_quant_fp8_inplace(
     Raises:
         ValueError: x_residual is not contiguous.
     """
-    _check_overwritten(x_residual=x_residual)
+    check_overwritten(x_residual=x_residual)
     q = new_codes(x)
     _add_norm(x, x_residual, weight, q, x_residual, epsilon, codes=STATIC.value, scale=scale, tile=tile)
     return as_codes(q)
@@ -218,14 +219,7 @@ def fused_add_rms_norm_dynamic_quant_fp8_inplace(
     Raises:
         ValueError: x_residual is not contiguous.
     """
-    _check_overwritten(x_residual=x_residual)
+    check_overwritten(x_residual=x_residual)
     q, scales = new_codes(x), new_scales(x)
     _add_norm(x, x_residual, weight, q, x_residual, epsilon, codes=DYNAMIC.value, scale=scales, tile=tile)
     return as_codes(q), scales
-
-
-def _check_overwritten(**tensors: Tensor) -> None:
-    # What `rows_of` must not copy: the copy would be overwritten instead.
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"fused_add_rms_norm in place: {name} has strides {tensor.stride()}, must be contiguous")
