@@ -9,18 +9,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
-from irframework.ops.packed_sequences import (
-    blocks_of,
-    check_key_lengths,
-    check_offsets,
-    check_sequences,
-    collect,
-    cut,
-    from_blocks,
-    heads_of,
-    spread,
-    visible_keys,
-)
+from irframework.ops.packed_sequences import Sequences, blocks_of, collect, cut, heads_of
 from irframework.ops.softmax_attention import attend
 from irframework.symbolic import same_sizes
 
@@ -77,67 +66,31 @@ def mla_attention(
 
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
-    rows = _check_all(
-        query_nope,
-        query_rope,
-        latent,
-        cu_seqlens_q,
-        max_seqlen_q,
-        key_up,
-        value_up,
-        seq_lens,
-        max_seqlen_k,
-        latent_cache,
-        block_table,
-    )
+    sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
     rank = rows.shape[-1] - query_rope.shape[-1]
     if key_up is not None:
         query_nope = torch.einsum("thn,hnr->thr", query_nope, key_up)
-    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
-    q = spread(torch.cat((query_nope, query_rope), -1), starts, lengths, max_seqlen_q)
-    if seq_lens is None:
-        k = spread(rows, starts, lengths, max_seqlen_q)
-        visible = None if causal else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal)
-    else:
-        if block_table is not None:
-            bound = block_table.shape[1] * rows.shape[1] if max_seqlen_k is None else max_seqlen_k
-            k = from_blocks(rows, block_table, seq_lens, bound)
-        else:
-            bound = rows.shape[0] if max_seqlen_k is None else max_seqlen_k
-            k = spread(rows, seq_lens.cumsum(0, dtype=torch.int32) - seq_lens, seq_lens, bound)
-        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal)
+    queries = torch.cat((query_nope, query_rope), -1)
+    q, (k,), visible = sequences.padded(queries, (rows,), causal)
     k = k.unsqueeze(2)
     # The values are the first part of the keys. torch's fused kernels want heads of one size: sum all, and cut.
     out = collect(attend(q, k, k, visible, scale), cu_seqlens_q, query_nope.shape[0])[..., :rank]
     return out if value_up is None else torch.einsum("thr,hrv->thv", out, value_up)
 
 
+_Pair = tuple[Tensor | None, Tensor | None]
+
+
 def _check_all(
-    query_nope: Tensor,
-    query_rope: Tensor,
-    latent: Tensor | None,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    key_up: Tensor | None,
-    value_up: Tensor | None,
-    seq_lens: Tensor | None,
-    max_seqlen_k: int | None,
-    latent_cache: Tensor | None,
-    block_table: Tensor | None,
+    sequences: Sequences, queries: tuple[Tensor, Tensor], latent: Tensor | None, cache: Tensor | None, up: _Pair
 ) -> Tensor:
     """Return the latent rows, wherever they lie, after all shapes and dtypes were found to fit."""
-    op = "mla_attention"
-    rows = latent if latent_cache is None else latent_cache
-    if rows is None or (latent is not None and latent_cache is not None):
-        raise ArgumentError(f"Op {op!r}: give either latent or latent_cache.")
-    name = "latent" if latent_cache is None else "latent_cache"
-    _check_shapes(op, query_nope, query_rope, name, rows, key_up, value_up)
-    check_sequences(op, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table, latent_cache)
-    if seq_lens is None and not same_sizes(rows.shape[:1], query_nope.shape[:1]):
-        raise ArgumentError(
-            f"Op {op!r}: there are {query_nope.shape[0]} queries and {rows.shape[0]} latent rows; without seq_lens "
-            "both are equal."
-        )
+    rows = latent if cache is None else cache
+    if rows is None or (latent is not None and cache is not None):
+        raise ArgumentError(f"Op {sequences.op!r}: give either latent or latent_cache.")
+    _check_shapes(sequences.op, *queries, "latent" if cache is None else "latent_cache", rows, *up)
+    sequences.check(queries[0], rows, cache is not None, "latent rows")
     return rows
 
 
@@ -210,19 +163,8 @@ def _latent_shape(
     block_table: Tensor | None = None,
     causal: bool = True,
 ) -> Tensor:
-    rows = _check_all(
-        query_nope,
-        query_rope,
-        latent,
-        cu_seqlens_q,
-        max_seqlen_q,
-        key_up,
-        value_up,
-        seq_lens,
-        max_seqlen_k,
-        latent_cache,
-        block_table,
-    )
+    sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
     size = rows.shape[-1] - query_rope.shape[-1] if value_up is None else value_up.shape[-1]
     return query_nope.new_empty(*query_nope.shape[:2], size)
 
@@ -234,32 +176,16 @@ def _check_latent_values(
     latent: Tensor | None,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
-    scale: float,
-    key_up: Tensor | None = None,
-    value_up: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    latent_cache: Tensor | None = None,
-    block_table: Tensor | None = None,
-    causal: bool = True,
+    key_up: Tensor | None,
+    value_up: Tensor | None,
+    seq_lens: Tensor | None,
+    max_seqlen_k: int | None,
+    latent_cache: Tensor | None,
+    block_table: Tensor | None,
 ) -> None:
-    rows = _check_all(
-        query_nope,
-        query_rope,
-        latent,
-        cu_seqlens_q,
-        max_seqlen_q,
-        key_up,
-        value_up,
-        seq_lens,
-        max_seqlen_k,
-        latent_cache,
-        block_table,
-    )
-    op = "mla_attention"
-    check_offsets(op, "cu_seqlens_q", cu_seqlens_q, query_nope.shape[0], ("max_seqlen_q", max_seqlen_q))
-    if seq_lens is not None:
-        check_key_lengths(op, seq_lens, max_seqlen_k, rows, block_table)
+    sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
+    sequences.check_values(query_nope, rows)
 
 
 @mla_attention.register_input_generator

@@ -8,6 +8,7 @@ Nothing here depends on the numbers in a tensor: sizes come from shapes and from
 """
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -112,54 +113,6 @@ def check_integers(op: str, name: str, tensor: Tensor, dims: int) -> None:
         )
 
 
-def check_sequences(
-    op: str,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    seq_lens: Tensor | None,
-    max_seqlen_k: int | None,
-    block_table: Tensor | None,
-    cache: Tensor | None,
-) -> None:
-    """Check the shapes and dtypes of what describes sequences.
-
-    Raises:
-        ArgumentError: A dtype or a rank is wrong, numbers of sequences differ, or a bound is negative.
-    """
-    check_integers(op, "cu_seqlens_q", cu_seqlens_q, 1)
-    if cu_seqlens_q.shape[0] == 0:
-        raise ArgumentError(
-            f"Op {op!r}: argument 'cu_seqlens_q' is empty; it has one number more than there are sequences, the first "
-            "is 0."
-        )
-    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if bound is not None and bound < 0:
-            raise ArgumentError(f"Op {op!r}: {name}={bound} must not be negative.")
-    batch = cu_seqlens_q.shape[0] - 1
-    if (cache is None) != (block_table is None):
-        given, lacking = ("cache", "block_table") if block_table is None else ("block_table", "cache")
-        raise ArgumentError(f"Op {op!r}: a {given} is given and no {lacking}; both belong together.")
-    if seq_lens is None:
-        if cache is not None:
-            raise ArgumentError(f"Op {op!r}: a cache needs seq_lens, the number of keys of each sequence.")
-        if max_seqlen_k is not None:
-            raise ArgumentError(f"Op {op!r}: max_seqlen_k={max_seqlen_k} is given without seq_lens, which it bounds.")
-    else:
-        check_integers(op, "seq_lens", seq_lens, 1)
-        if not same_sizes(seq_lens.shape, (batch,)):
-            raise ArgumentError(
-                f"Op {op!r}: argument 'seq_lens' has {seq_lens.shape[0]} numbers; cu_seqlens_q describes {batch} "
-                "sequences."
-            )
-    if block_table is not None and cache is not None:
-        check_integers(op, "block_table", block_table, 2)
-        if not same_sizes(block_table.shape[:1], (batch,)):
-            raise ArgumentError(
-                f"Op {op!r}: argument 'block_table' has {block_table.shape[0]} rows; cu_seqlens_q describes {batch} "
-                "sequences."
-            )
-
-
 def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tuple[str, int] | None) -> None:
     """Check the numbers of a cu_seqlens. Waits for the device.
 
@@ -196,49 +149,152 @@ def check_offsets(op: str, name: str, cu_seqlens: Tensor, tokens: int, bound: tu
         )
 
 
-def check_key_lengths(
-    op: str, seq_lens: Tensor, max_seqlen_k: int | None, keys: Tensor, block_table: Tensor | None
-) -> None:
-    """Check the numbers in seq_lens and in the block table. Waits for the device.
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What a call says of its sequences: how many queries and keys each has, and where the keys lie.
 
-    Args:
+    Attributes:
         op: Name of the op.
-        seq_lens: Keys of each sequence.
-        max_seqlen_k: What the longest is said to have.
-        keys: All keys, `[tokens, ...]`; with a block table the cache, `[num_blocks, block_size, ...]`.
-        block_table: Blocks of each sequence, or None.
-
-    Raises:
-        ArgumentError: A length is negative, or more than max_seqlen_k, the keys that there are, or the blocks hold; or
-            a sequence has a block that the cache does not have.
+        cu_seqlens_q: Where the queries of each sequence start, and where the last end.
+        max_seqlen_q: Queries of the longest sequence, or more.
+        seq_lens: Keys of each sequence; None: as many as queries.
+        max_seqlen_k: Keys of the longest sequence, or more.
+        block_table: Blocks of each sequence, where keys lie in a cache.
     """
-    lengths = seq_lens.tolist()
-    for sequence, length in enumerate(lengths):
-        wrong = f"Op {op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}"
-        if length < 0:
-            raise ArgumentError(f"{wrong}.")
-        if max_seqlen_k is not None and length > max_seqlen_k:
-            raise ArgumentError(f"{wrong}, longer than max_seqlen_k={max_seqlen_k}.")
-        if block_table is not None and length > block_table.shape[1] * keys.shape[1]:
-            blocks, size = block_table.shape[1], keys.shape[1]
+
+    op: str
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    seq_lens: Tensor | None
+    max_seqlen_k: int | None
+    block_table: Tensor | None
+
+    def padded(
+        self, query: Tensor, keys: tuple[Tensor, ...], causal: bool, window: int | None = None
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Give each sequence rows of its own.
+
+        Args:
+            query: `[tokens, ...]`.
+            keys: Each `[key_tokens, ...]`, or `[num_blocks, block_size, ...]` with a block table.
+            causal: See `visible_keys`.
+            window: See `visible_keys`.
+
+        Returns:
+            The queries, `[batch, max_seqlen_q, ...]`, what keys have, `[batch, bound, ...]`, and which keys each query
+            sees; None where query i sees keys 0 to i.
+        """
+        starts, lengths = self.cu_seqlens_q[:-1], self.cu_seqlens_q.diff()
+        longest = self.max_seqlen_q
+        q = spread(query, starts, lengths, longest)
+        if self.seq_lens is None:
+            own = [spread(tensor, starts, lengths, longest) for tensor in keys]
+            if causal and window is None:  # padding lies behind every key that a query sees
+                return q, own, None
+            return q, own, visible_keys(lengths, lengths, longest, longest, causal, window)
+        if self.block_table is not None:
+            held = self.block_table.shape[1] * keys[0].shape[1]
+            bound = held if self.max_seqlen_k is None else self.max_seqlen_k
+            read = [from_blocks(tensor, self.block_table, self.seq_lens, bound) for tensor in keys]
+        else:
+            bound = keys[0].shape[0] if self.max_seqlen_k is None else self.max_seqlen_k
+            key_starts = self.seq_lens.cumsum(0, dtype=torch.int32) - self.seq_lens
+            read = [spread(tensor, key_starts, self.seq_lens, bound) for tensor in keys]
+        return q, read, visible_keys(lengths, self.seq_lens, longest, read[0].shape[1], causal, window)
+
+    def check(self, query: Tensor, keys: Tensor, paged: bool, what: str = "keys") -> None:
+        """Check shapes and dtypes.
+
+        Args:
+            query: `[tokens, ...]`.
+            keys: All keys, `[tokens, ...]`, or a cache, `[num_blocks, block_size, ...]`.
+            paged: Whether keys lie in a cache.
+            what: What messages call the keys.
+
+        Raises:
+            ArgumentError: A dtype or a rank is wrong, numbers of sequences or of tokens differ, or a bound is negative.
+        """
+        op, seq_lens, table = self.op, self.seq_lens, self.block_table
+        check_integers(op, "cu_seqlens_q", self.cu_seqlens_q, 1)
+        if self.cu_seqlens_q.shape[0] == 0:
             raise ArgumentError(
-                f"{wrong}, which runs past its row of the block table: {blocks} blocks of {size} hold {blocks * size} "
-                "keys."
+                f"Op {op!r}: argument 'cu_seqlens_q' is empty; it has one number more than there are sequences, the "
+                "first is 0."
             )
-    if block_table is None:
-        if sum(lengths) > keys.shape[0]:
+        for name, bound in (("max_seqlen_q", self.max_seqlen_q), ("max_seqlen_k", self.max_seqlen_k)):
+            if bound is not None and bound < 0:
+                raise ArgumentError(f"Op {op!r}: {name}={bound} must not be negative.")
+        if paged != (table is not None):
+            given, lacking = ("cache", "block_table") if paged else ("block_table", "cache")
+            raise ArgumentError(f"Op {op!r}: a {given} is given and no {lacking}; both belong together.")
+        if seq_lens is not None:
+            check_integers(op, "seq_lens", seq_lens, 1)
+            self._check_count("seq_lens", seq_lens, "numbers")
+        elif paged:
+            raise ArgumentError(f"Op {op!r}: a cache needs seq_lens, the number of keys of each sequence.")
+        elif self.max_seqlen_k is not None:
             raise ArgumentError(
-                f"Op {op!r}: argument 'seq_lens' adds up to {sum(lengths)} keys, but there are {keys.shape[0]}."
+                f"Op {op!r}: max_seqlen_k={self.max_seqlen_k} is given without seq_lens, which it bounds."
             )
-        return
-    count, size = keys.shape[:2]
-    for sequence, (row, length) in enumerate(zip(block_table.tolist(), lengths, strict=True)):
-        for block in row[: -(-length // size) if length else 0]:
-            if not 0 <= block < count:
+        elif not same_sizes(keys.shape[:1], query.shape[:1]):
+            raise ArgumentError(
+                f"Op {op!r}: there are {query.shape[0]} queries and {keys.shape[0]} {what}; without seq_lens both are "
+                "equal."
+            )
+        if table is not None:
+            check_integers(op, "block_table", table, 2)
+            self._check_count("block_table", table, "rows")
+
+    def _check_count(self, name: str, tensor: Tensor, what: str) -> None:
+        batch = self.cu_seqlens_q.shape[0] - 1
+        if not same_sizes(tensor.shape[:1], (batch,)):
+            raise ArgumentError(
+                f"Op {self.op!r}: argument {name!r} has {tensor.shape[0]} {what}; cu_seqlens_q describes {batch} "
+                "sequences."
+            )
+
+    def check_values(self, query: Tensor, keys: Tensor) -> None:
+        """Check the numbers in tensors whose shapes are right. Waits for the device.
+
+        Args:
+            query: `[tokens, ...]`.
+            keys: All keys, `[tokens, ...]`; with a block table the cache, `[num_blocks, block_size, ...]`.
+
+        Raises:
+            ArgumentError: See `check_offsets`; a length is negative, or more than max_seqlen_k, the keys that there
+                are, or the blocks hold; or a sequence has a block that the cache does not have.
+        """
+        check_offsets(self.op, "cu_seqlens_q", self.cu_seqlens_q, query.shape[0], ("max_seqlen_q", self.max_seqlen_q))
+        if self.seq_lens is None:
+            return
+        lengths = self.seq_lens.tolist()
+        for sequence, length in enumerate(lengths):
+            wrong = f"Op {self.op!r}: argument 'seq_lens' gives sequence {sequence} a length of {length}"
+            if length < 0:
+                raise ArgumentError(f"{wrong}.")
+            if self.max_seqlen_k is not None and length > self.max_seqlen_k:
+                raise ArgumentError(f"{wrong}, longer than max_seqlen_k={self.max_seqlen_k}.")
+            if self.block_table is not None and length > self.block_table.shape[1] * keys.shape[1]:
+                blocks, size = self.block_table.shape[1], keys.shape[1]
                 raise ArgumentError(
-                    f"Op {op!r}: argument 'block_table' gives sequence {sequence} block {block}; the cache has blocks "
-                    f"0 to {count - 1}."
+                    f"{wrong}, which runs past its row of the block table: {blocks} blocks of {size} hold "
+                    f"{blocks * size} keys."
                 )
+        if self.block_table is not None:
+            self._check_blocks(lengths, self.block_table.tolist(), *keys.shape[:2])
+        elif sum(lengths) > keys.shape[0]:
+            raise ArgumentError(
+                f"Op {self.op!r}: argument 'seq_lens' adds up to {sum(lengths)} keys, but there are {keys.shape[0]}."
+            )
+
+    def _check_blocks(self, lengths: list[int], table: list[list[int]], count: int, size: int) -> None:
+        for sequence, (row, length) in enumerate(zip(table, lengths, strict=True)):
+            for block in row[: -(-length // size) if length else 0]:
+                if not 0 <= block < count:
+                    raise ArgumentError(
+                        f"Op {self.op!r}: argument 'block_table' gives sequence {sequence} block {block}; the cache "
+                        f"has blocks 0 to {count - 1}."
+                    )
 
 
 # --- generated calls --------------------------------------------------------------------------------------------------

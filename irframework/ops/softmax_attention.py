@@ -13,18 +13,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
-from irframework.ops.packed_sequences import (
-    blocks_of,
-    check_key_lengths,
-    check_offsets,
-    check_sequences,
-    collect,
-    cut,
-    from_blocks,
-    heads_of,
-    spread,
-    visible_keys,
-)
+from irframework.ops.packed_sequences import Sequences, blocks_of, collect, cut, heads_of
 from irframework.symbolic import same_sizes
 
 
@@ -204,59 +193,32 @@ def attention(
 
     Source: Vaswani et al. (2017); grouped queries: Ainslie et al. (2023); blocks: Kwon et al., "PagedAttention" (2023).
     """
-    keys, values = _check_shapes(
-        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
-    )
+    sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    keys, values = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
     _check_options(query, window, soft_cap, sinks)
     scale = check_scale("attention", query.shape[-1], scale)
-    starts, lengths = cu_seqlens_q[:-1], cu_seqlens_q.diff()
-    q = spread(query, starts, lengths, max_seqlen_q)
-    if seq_lens is None:
-        k, v = (spread(tensor, starts, lengths, max_seqlen_q) for tensor in (keys, values))
-        own = causal and window is None  # padding lies behind every key that a query sees
-        visible = None if own else visible_keys(lengths, lengths, max_seqlen_q, max_seqlen_q, causal, window)
-    else:
-        if block_table is not None:
-            bound = block_table.shape[1] * keys.shape[1] if max_seqlen_k is None else max_seqlen_k
-            k, v = (from_blocks(tensor, block_table, seq_lens, bound) for tensor in (keys, values))
-        else:
-            bound = keys.shape[0] if max_seqlen_k is None else max_seqlen_k
-            key_starts = seq_lens.cumsum(0, dtype=torch.int32) - seq_lens
-            k, v = (spread(tensor, key_starts, seq_lens, bound) for tensor in (keys, values))
-        visible = visible_keys(lengths, seq_lens, max_seqlen_q, k.shape[1], causal, window)
+    q, (k, v), visible = sequences.padded(query, (keys, values), causal, window)
     return collect(attend(q, k, v, visible, scale, soft_cap, sinks), cu_seqlens_q, query.shape[0])
 
 
-def _check_shapes(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    seq_lens: Tensor | None,
-    max_seqlen_k: int | None,
-    key_cache: Tensor | None,
-    value_cache: Tensor | None,
-    block_table: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+_Pair = tuple[Tensor | None, Tensor | None]
+
+
+def _check_shapes(sequences: Sequences, query: Tensor, packed: _Pair, caches: _Pair) -> tuple[Tensor, Tensor]:
     """Return the keys and values, wherever they lie, after all shapes and dtypes were found to fit."""
-    op = "attention"
+    op = sequences.op
     _check_rank(op, "query", query, _PACKED)
-    paged = key_cache is not None or value_cache is not None
-    if paged == (key is not None or value is not None):
+    paged = any(cache is not None for cache in caches)
+    if paged == any(tensor is not None for tensor in packed):
         raise ArgumentError(f"Op {op!r}: give either key and value, or key_cache and value_cache.")
     names = ("query", "key_cache", "value_cache") if paged else ("query", "key", "value")
-    keys, values = (key_cache, value_cache) if paged else (key, value)
+    keys, values = caches if paged else packed
     if keys is None or values is None:
         raise ArgumentError(f"Op {op!r}: {names[1]!r} and {names[2]!r} belong together; one of them is None.")
     for name, tensor in zip(names[1:], (keys, values), strict=True):
         _check_rank(op, name, tensor, _BLOCKS if paged else _PACKED)
     check_heads(op, query, keys, values, names)
-    check_sequences(op, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table, keys if paged else None)
-    if seq_lens is None and not same_sizes(keys.shape[:1], query.shape[:1]):
-        raise ArgumentError(
-            f"Op {op!r}: there are {query.shape[0]} queries and {keys.shape[0]} keys; without seq_lens both are equal."
-        )
+    sequences.check(query, keys, paged)
     return keys, values
 
 
@@ -294,9 +256,8 @@ def _attention_shape(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Models call attention in every layer: to run native on fake tensors each time would make compiling slow."""
-    _, values = _check_shapes(
-        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
-    )
+    sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    _, values = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
     _check_options(query, window, soft_cap, sinks)
     check_scale("attention", query.shape[-1], scale)
     return query.new_empty(*query.shape[:2], values.shape[-1])
@@ -309,24 +270,19 @@ def _check_attention_values(
     value: Tensor | None,
     cu_seqlens_q: Tensor,
     max_seqlen_q: int,
-    seq_lens: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    key_cache: Tensor | None = None,
-    value_cache: Tensor | None = None,
-    block_table: Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
+    seq_lens: Tensor | None,
+    max_seqlen_k: int | None,
+    key_cache: Tensor | None,
+    value_cache: Tensor | None,
+    block_table: Tensor | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
 ) -> None:
-    keys, _ = _check_shapes(
-        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table
-    )
+    sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
+    keys, _ = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
     _check_options(query, window, soft_cap, sinks)
-    check_offsets("attention", "cu_seqlens_q", cu_seqlens_q, query.shape[0], ("max_seqlen_q", max_seqlen_q))
-    if seq_lens is not None:
-        check_key_lengths("attention", seq_lens, max_seqlen_k, keys, block_table)
+    sequences.check_values(query, keys)
 
 
 @attention.register_input_generator
