@@ -361,6 +361,7 @@ def default_priorities(platform: "Platform", mode: str) -> list[Mapping[str, Ite
 
 def compiler_passes(stage: str) -> list[tuple[str, Any]]:
     """Return the graph passes that plugins give for a stage, as (plugin, pass), by plugin name."""
+    load_plugins()
     found: list[tuple[str, Any]] = []
     for plugin in _active():
         passes = _call_or_name(plugin, "irframework_passes", stage=stage)

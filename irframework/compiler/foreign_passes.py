@@ -166,7 +166,10 @@ def passes_at(stage: str, given: Given = ()) -> list[ForeignPass]:
                 _add(found, plugin, each, describe(plugin))
     for at, each in given:
         if at == stage:
-            _add(found, USER, each, f"the program ({place_of(each)})")
+            place = place_of(
+                each if hasattr(each, "__code__") else type(each)
+            )  # an object's text would name its address
+            _add(found, USER, each, f"the program ({place})")
     return list(found.values())
 
 
