@@ -7,7 +7,8 @@ interleaved in every round; the table gives the median over the rounds and the s
     python benchmarks/dispatch.py [--rounds 15] [--calls 20000] [--json]
     python benchmarks/dispatch.py --kernels [--rounds 15] [--calls 20000] [--json]
 
-With `--kernels`: calls of the CPU kernels of `vllm_c` through irframework over calls of the provider's functions.
+With `--kernels`: calls of the CPU kernels of `vllm_c` through irframework over calls of the provider's functions, and
+the difference in microseconds. Tensors are made in the mode that they are used in, the weight outside.
 """
 
 import argparse
@@ -38,6 +39,11 @@ GOALS = {
     ("ir.supports", 6): 0.40,
 }
 GRAD_MODE_MAY_ADD = 0.06
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "grad mode": contextlib.nullcontext,
+}
 RESULT = torch.ones(1, 16)
 _numbers = itertools.count()
 
@@ -128,14 +134,9 @@ def main() -> None:
     subjects["functools.singledispatch", 0] = singledispatch()
     for count in (1, 3, 6):
         subjects["naive loop over predicates", count] = naive_loop(count)
-    modes: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
-        "inference_mode": torch.inference_mode,
-        "no_grad": torch.no_grad,
-        "grad mode": contextlib.nullcontext,
-    }
     unit, x, weight = torch_library_op(), torch.randn(1, 16), torch.nn.Parameter(torch.randn(16), requires_grad=False)
     shares: dict[tuple[str, int, str], list[float]] = {}
-    for mode, context in modes.items():
+    for mode, context in MODES.items():
         with context():
             for _ in range(options.rounds):
                 direct = timed(implementation, x, weight, options.calls)
@@ -147,39 +148,44 @@ def main() -> None:
 
 
 def kernels(options: argparse.Namespace) -> None:
-    x, residual, scale = torch.randn(1, 64), torch.randn(1, 64), torch.tensor(0.5)
     weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "rms_norm": (x, weight, 1e-6),
-        "fused_add_rms_norm": (x, residual, weight, 1e-6),
-        "silu_and_mul": (x,),
-        "rms_norm_static_quant_fp8": (x, weight, scale, 1e-6),
-        "rms_norm_dynamic_quant_fp8": (x, weight, 1e-6),
-        "silu_and_mul_static_quant_fp8": (x, scale),
-        "silu_and_mul_dynamic_quant_fp8": (x,),
-    }
-    ratios: dict[str, list[float]] = {}
-    with torch.no_grad():
-        for _ in range(options.rounds):
-            for name, args in arguments.items():
-                op = getattr(ir.ops, name)
-                impl = op.impls["vllm_c"]
-                forms = {name: (op, impl.functional or impl)}
-                if op.allow_inplace:
-                    forms[f"{name}.maybe_inplace"] = op.maybe_inplace, impl
-                for what, (form, direct) in forms.items():
-                    without = (None,) * (len(inspect.signature(direct.fn).parameters) - len(args))
-                    through = timed_with(form, args, options.calls)
-                    ratio = through / timed_with(direct.fn, (*args, *without), options.calls)
-                    ratios.setdefault(what, []).append(ratio)
-    rows = [{"call": what, "quartiles": statistics.quantiles(values, n=4)} for what, values in ratios.items()]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for mode in ("inference_mode", "no_grad"):
+        with MODES[mode]():
+            x, residual, scale = torch.randn(1, 64), torch.randn(1, 64), torch.tensor(0.5)
+            arguments: dict[str, tuple[Any, ...]] = {
+                "rms_norm": (x, weight, 1e-6),
+                "fused_add_rms_norm": (x, residual, weight, 1e-6),
+                "silu_and_mul": (x,),
+                "rms_norm_static_quant_fp8": (x, weight, scale, 1e-6),
+                "rms_norm_dynamic_quant_fp8": (x, weight, 1e-6),
+                "silu_and_mul_static_quant_fp8": (x, scale),
+                "silu_and_mul_dynamic_quant_fp8": (x,),
+            }
+            for _ in range(options.rounds):
+                for name, args in arguments.items():
+                    op = getattr(ir.ops, name)
+                    impl = op.impls["vllm_c"]
+                    forms = {name: (op, impl.functional or impl)}
+                    if op.allow_inplace:
+                        forms[f"{name}.maybe_inplace"] = op.maybe_inplace, impl
+                    for what, (form, direct) in forms.items():
+                        without = (None,) * (len(inspect.signature(direct.fn).parameters) - len(args))
+                        through = timed_with(form, args, options.calls)
+                        alone = timed_with(direct.fn, (*args, *without), options.calls)
+                        found.setdefault((what, mode), []).append((through / alone, (through - alone) * 1e6))
+    rows = []
+    for (what, mode), pairs in found.items():
+        ratios, own = ([pair[index] for pair in pairs] for index in (0, 1))
+        quartiles = statistics.quantiles(ratios, n=4)
+        rows.append({"call": what, "mode": mode, "quartiles": quartiles, "own_us": statistics.median(own)})
     if options.json:
         print(json.dumps({"torch": torch.__version__, "python": platform.python_version(), "rows": rows}, indent=1))
         return
     print(f"torch {torch.__version__}, Python {platform.python_version()}; time of a call over the function's own")
     for row in rows:
         low, middle, high = row["quartiles"]
-        print(f"{row['call']:40} {middle:5.2f} [{low:.2f}, {high:.2f}]")
+        print(f"{row['mode']:15} {row['call']:40} {middle:5.2f} [{low:.2f}, {high:.2f}] {row['own_us']:6.2f} us more")
 
 
 def timed_with(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> float:

@@ -149,17 +149,25 @@ class Writer:
     def _tests(self, impl: "IrOpImpl") -> str | None:
         """The conditions of an implementation; None where calls of the known class never meet them."""
         tests = [missing_test(self.op, name) for name in impl.missing]
+        asked_by_kernel = self._shapes_asked_by(impl)
         for check in impl.checks:
             left = self._left_of(check.test)
             if left is None:
                 return None
-            tests += [left] if left else []
+            tests += [left] if left and left not in asked_by_kernel else []
         text = " and ".join(tests)
         for name, attribute in self.read_once:
             text = re.sub(_read(name, attribute), f"_{name}_{attribute}", text)
         for constant in set(re.findall(r"(?<=\bis )torch\.(\w+)", text)):  # not in a word of `one_of`
             self.scope[f"_torch_{constant}"] = getattr(torch, constant)
         return re.sub(r"(?<=\bis )torch\.(\w+)", r"_torch_\1", text)
+
+    def _shapes_asked_by(self, impl: "IrOpImpl") -> list[str]:
+        """What is left of conditions on shapes in a class of calls, where the implementation itself asks for them."""
+        if self.known is None or not impl.checks_tensors:
+            return []
+        left = [self.known.settled.get(check.test) for check in impl.checks if check.rests_on == "shape"]
+        return [test for test in left if test]
 
     def _on_device(self, device: str) -> str:
         tests = [self._unless_none(name, _device_test(name, device)) for name in self.op.tensors]
@@ -203,7 +211,7 @@ class Writer:
             lines.append(f"{indent}{plainly}_check_values({self.op.parameters.passed})")
         passed = passed_to(self.op, impl.fn)
         if impl.inplace and self.donated:
-            lines.append(f"{indent}if {self._may_overwrite()}:")
+            lines.append(f"{indent}if {self._may_overwrite(impl)}:")
             given = tuple(name for name in self.op.activations if self.known is None or name in self.known.present)
             lines += self._finish(indent + "    ", f"{fn}({passed})", impl, given)
             lines.append(f"{indent}return _unusual(_op, True, {everything})")
@@ -215,10 +223,10 @@ class Writer:
             passed = passed_to(self.op, impl.fn, rename={name: f"_own_{name}" for name in self.op.activations})
         return lines + self._finish(indent, f"{fn}({passed})", impl, given=())
 
-    def _may_overwrite(self) -> str:
+    def _may_overwrite(self, impl: "IrOpImpl") -> str:
         """Donated memory may be overwritten only if every element is there once and no other argument shows it."""
         if self.known is not None:
-            return self._known_may_overwrite(self.known)
+            return self._known_may_overwrite(impl, self.known)
         tests = ["_transform() is None"]  # a kernel would write to what torch.func wraps; native must see it whole
         tests += [self._unless_none(name, dense(name).test) for name in self.op.activations]
         tests += [self._unless_none(name, f"type({name}._base) is not _Parameter") for name in self.op.activations]
@@ -231,21 +239,25 @@ class Writer:
             tests.append(f"({' or '.join([*nones, f'not _shares_storage({one}, {other})'])})")
         return " and ".join(tests)
 
-    def _known_may_overwrite(self, known: KnownCalls) -> str:
-        """The same in a class of calls, which tells of transforms, gradients and inference tensors.
-
-        Two tensors of one storage give the same Python object for it, as long as that lives: the test keeps it.
-        """
+    def _known_may_overwrite(self, impl: "IrOpImpl", known: KnownCalls) -> str:
+        """The same in a class of calls, which tells of transforms, gradients and inference tensors."""
         given = [name for name in self.op.activations if name in known.present]
         tests = [self._left_of(dense(name).test) or "" for name in given]
         if not known.untracked:
             tests += [f"type({name}._base) is not _Parameter" for name in given]
+        if not impl.checks_tensors:
+            tests += self._lie_apart(known)
+        return " and ".join(filter(None, tests)) or "True"
+
+    def _lie_apart(self, known: KnownCalls) -> list[str]:
+        """Two tensors of one storage give the same Python object for it, as long as that lives: the test keeps it."""
         read: set[str] = set()
+        tests = []
         for pair in self._pairs_to_keep_apart(known.present):
             storages = [f"_{name}_s" if name in read else f"(_{name}_s := {name}.untyped_storage())" for name in pair]
             tests.append(" is not ".join(storages))
             read.update(pair)
-        return " and ".join(filter(None, tests)) or "True"
+        return tests
 
     def _pairs_to_keep_apart(self, tensors: tuple[str, ...]) -> list[tuple[str, str]]:
         """Each tensor that is overwritten, with each other one."""
@@ -285,6 +297,12 @@ class Writer:
                 f"{indent}    _result = {call}",
                 f"{indent}except Exception as _error:",
             ]
+            asked_by_kernel = self._shapes_asked_by(impl)
+            if given and self.known is not None and impl.checks_tensors:
+                asked_by_kernel += self._lie_apart(self.known)
+            if asked_by_kernel:  # where one of these is why, nothing was written
+                lines.append(f"{indent}    if not ({' and '.join(asked_by_kernel)}):")
+                lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")
             if not given:  # a kernel cannot read what torch.func wraps, and says so
                 lines.append(f"{indent}    if _transform() is not None:")
                 lines.append(f"{indent}        return _unusual(_op, {self.donated}, {everything})")

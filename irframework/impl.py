@@ -20,6 +20,7 @@ from irframework.digest import digest_of
 from irframework.errors import (
     ArgumentError,
     ConditionError,
+    InplaceError,
     ReservedNameError,
     SignatureError,
     UnknownProviderError,
@@ -46,6 +47,7 @@ class IrOpImpl:
         inplace: Whether it may overwrite the op's activations.
         device_types: Device types it runs on; None means any that holds data.
         batch_invariant: Whether a row's result does not depend on the other rows.
+        checks_values, checks_tensors: What it refuses itself: see `IrOp.register_impl`.
         plugin: The plugin that registered it, or None.
         source: `file:line` of the function.
         proven: One call was made with all checks; only then a dispatcher calls it directly.
@@ -60,6 +62,7 @@ class IrOpImpl:
     device_types: tuple[str, ...] | None = None
     batch_invariant: bool = False
     checks_values: bool = False
+    checks_tensors: bool = False
     plugin: str | None = None
     source: str = ""
     checks: tuple[Check, ...] = ()
@@ -259,6 +262,19 @@ def check_switches(op: str, provider: str, **switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConditionError(f"Op {op!r}, provider {provider!r}: {name} must be True or False, got {value!r:.60}.")
+
+
+def check_inplace(impl: IrOpImpl) -> None:
+    """Check that an implementation may work in place.
+
+    Raises:
+        InplaceError: Its op was declared without `allow_inplace`.
+    """
+    if impl.inplace and not impl.op.allow_inplace:
+        raise InplaceError(
+            f"Implementation {impl.provider!r} ({impl.source}) is registered with inplace=True, but op "
+            f"{impl.op.name!r} was not declared with allow_inplace=True ({impl.op.source})."
+        )
 
 
 def check_functional(impl: IrOpImpl, fn: object) -> None:

@@ -17,12 +17,12 @@ from irframework.decision import Decision
 from irframework.errors import (
     ConditionError,
     DuplicateImplementationError,
-    InplaceError,
     InvalidOpError,
 )
 from irframework.impl import (
     IrOpImpl,
     check_functional,
+    check_inplace,
     check_parameters,
     check_provider,
     check_signature,
@@ -159,6 +159,7 @@ class IrOp:
         device_types: Iterable[str] | None = None,
         batch_invariant: bool = False,
         checks_values: bool = False,
+        checks_tensors: bool = False,
     ) -> Callable[[Callable[..., Any]], IrOpImpl]:
         """Register a provider's implementation of this op (a decorator).
 
@@ -177,6 +178,8 @@ class IrOp:
             batch_invariant: A row's result does not depend on how many other rows there are.
             checks_values: It refuses what the op's value check refuses before it writes anything, so that eager calls
                 need not look first.
+            checks_tensors: The same of tensors that overlap one that it overwrites, or that differ where `same_shape`
+                wants them alike: it raises before it writes anything, and the call goes on as if it had been asked.
 
         Returns:
             A decorator that returns the `IrOpImpl`.
@@ -192,7 +195,12 @@ class IrOp:
         check_provider(self, provider)
         support = Support(f"Op {self.name!r}, provider {provider!r}", supported)
         check_switches(
-            self.name, provider, inplace=inplace, batch_invariant=batch_invariant, checks_values=checks_values
+            self.name,
+            provider,
+            inplace=inplace,
+            batch_invariant=batch_invariant,
+            checks_values=checks_values,
+            checks_tensors=checks_tensors,
         )
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
@@ -200,16 +208,12 @@ class IrOp:
             impl.inplace = inplace
             impl.device_types = device_types_of(self.name, provider, device_types, support)
             impl.batch_invariant = batch_invariant
-            impl.checks_values = checks_values
+            impl.checks_values, impl.checks_tensors = checks_values, checks_tensors
             impl.support = support
             if functional is not None:
                 check_functional(impl, functional)
                 impl._functional_fn = functional
-            if inplace and not self.allow_inplace:
-                raise InplaceError(
-                    f"Implementation {provider!r} ({impl.source}) is registered with inplace=True, but op "
-                    f"{self.name!r} was not declared with allow_inplace=True ({self.source})."
-                )
+            check_inplace(impl)
             self._add(impl)
             return impl
 

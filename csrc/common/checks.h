@@ -212,4 +212,50 @@ inline void check_distinct_rows(const char* op, const View& v, const Rows& rows)
   }
 }
 
+// Where a tensor that is not empty lies: rows of `row` bytes; strides count elements of `item` bytes.
+struct Region {
+  const char* name;
+  uintptr_t start;
+  int64_t row;
+  int64_t item;
+  Rows rows;
+
+  bool dense() const { return rows.dims == 0 || (rows.dims == 1 && rows.stride[0] * item == row); }
+  uintptr_t end() const {
+    int64_t bytes = row;
+    for (int d = 0; d < rows.dims; ++d) bytes += (rows.size[d] - 1) * rows.stride[d] * item;
+    return start + bytes;
+  }
+};
+
+inline Region region_of(const char* name, const void* data, Type type, int64_t cols, const Rows& rows = {}) {
+  const int64_t item = type == Type::f32 ? 4 : 2;
+  return {name, reinterpret_cast<uintptr_t>(data), cols * item, item, rows};
+}
+
+inline bool has_row_within(const Region& region, uintptr_t start, uintptr_t end) {
+  int64_t index[kMaxLeadingDims] = {};
+  while (true) {
+    uintptr_t at = region.start;
+    for (int d = 0; d < region.rows.dims; ++d) at += index[d] * region.rows.stride[d] * region.item;
+    if (at < end && start < at + region.row) return true;
+    int d = region.rows.dims - 1;
+    while (d >= 0 && ++index[d] == region.rows.size[d]) index[d--] = 0;
+    if (d < 0) return false;
+  }
+}
+
+// What is written to must have no byte in common with another tensor. Rows between the rows of another tensor are not
+// looked at: nobody gives them away in an eager call, and a compiler that does has proved them disjoint.
+inline void check_apart(const char* op, const Region& written, const Region& other) {
+  if (written.end() <= other.start || other.end() <= written.start) return;
+  const bool overlap = other.dense()     ? has_row_within(written, other.start, other.end())
+                       : written.dense() ? has_row_within(other, written.start, written.end())
+                                         : written.start == other.start;
+  if (overlap) {
+    fail(op, std::string(written.name) + " is written to, so it must not be the same memory as " + other.name +
+                 ", nor overlap it");
+  }
+}
+
 }  // namespace irframework_vllm_c

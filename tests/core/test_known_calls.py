@@ -461,3 +461,74 @@ def test_rows_that_are_not_dense_are_not_overwritten_by_known_calls(given):
     base = torch.ones(4, 4)
     given.maybe_inplace(base[:2, :2], torch.ones(2, 2))
     assert (base == 1).all()
+
+
+# --- kernels that look at tensors themselves -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looking(declare):
+    """An op whose kernel refuses other shapes and one storage, and how often that was called; its calls are known."""
+
+    def refusing(x, x_residual, weight=None):
+        calls.append(x.shape)
+        if x.shape != x_residual.shape:
+            raise RuntimeError("shapes differ")
+        if len({t.untyped_storage()._cdata for t in (x, x_residual, weight) if t is not None}) < 2 + (
+            weight is not None
+        ):
+            raise RuntimeError("memory overlaps")
+        if (x == 7).any():
+            raise RuntimeError("seven")
+        return overwriting(x, x_residual, weight)
+
+    calls: list[torch.Size] = []
+    op = declare(joined, allow_inplace=True)
+    op.register_impl(
+        "inp", inplace=True, checks_tensors=True, supports_args=ir.supports(same_shape=("x", "x_residual"))
+    )(refusing)
+    for rows in range(1, ENOUGH):
+        op.maybe_inplace(torch.ones(rows, 2), torch.ones(rows, 2))
+        op.maybe_inplace(torch.ones(rows, 2), torch.ones(rows, 2), torch.full((2,), 2.0))
+    calls.clear()
+    return op, calls
+
+
+@pytest.mark.parametrize("weight", [None, torch.full((2,), 2.0)], ids=["alone", "weight"])
+def test_kernel_that_looks_at_tensors_is_asked_instead_of_them(looking, weight):
+    op, calls = looking
+    both = torch.ones(3, 2)
+    y, r = op.maybe_inplace(both[:2], both[1:], weight)
+    assert (y.tolist(), r.tolist()) == ([[4, 4]] * 2, [[2, 2]] * 2)
+    assert len(calls) == 2  # refused, then with copies
+
+
+def test_weight_in_donated_memory_is_left_to_the_kernel(looking):
+    op, calls = looking
+    x, residual = torch.full((2, 2), 2.0), torch.ones(2, 2)
+    weight = x[0]
+    y, _ = op.maybe_inplace(x, residual, weight)
+    assert y.tolist() == [[6, 6]] * 2
+    assert weight.tolist() == [2, 2]
+    assert len(calls) == 2
+
+
+def test_shapes_that_a_kernel_refuses_are_the_next_ones(looking):
+    op, calls = looking
+    y, _ = op.maybe_inplace(torch.ones(4, 2), torch.ones(1, 2))
+    assert y.tolist() == [[4, 4]] * 4
+    assert calls == [(4, 2)]
+
+
+def test_what_a_kernel_raises_for_another_reason_is_the_callers(looking):
+    op, calls = looking
+    with pytest.raises(RuntimeError, match="seven"):
+        op.maybe_inplace(torch.full((2, 2), 7.0), torch.ones(2, 2))
+    assert len(calls) == 1
+
+
+def test_views_of_parameters_are_not_left_to_the_kernel(looking):
+    op, _ = looking
+    parameter = Parameter(torch.ones(2, 2, 2), requires_grad=False)
+    op.maybe_inplace(parameter[0], torch.ones(2, 2))
+    assert (parameter == 1).all()
