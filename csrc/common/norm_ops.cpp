@@ -42,10 +42,21 @@ void add_residual(const char* op, const View& x, const View& residual, NormArgs&
   args.residual_rows = args.sum_rows = rows_of(op, residual, residual.dims - 1);
 }
 
-void check_overwritten_residual(const char* op, const View& residual, const NormArgs& args) {
+// The sum replaces the residual, and with `both` the norm replaces x. Refuses what would be overwritten before it is read.
+void check_overwritten(const char* op, const View& x, const View& residual, const Tensor* scale, bool both,
+                       const NormArgs& args) {
   if (residual.numel() == 0) return;
+  const Region sum = region_of("x_residual", args.residual, args.type, args.cols, args.residual_rows);
+  const Region norm = region_of("x", args.x, args.type, args.cols, args.x_rows);
   check_distinct_rows(op, residual, args.residual_rows);
-  if (args.x == args.residual) fail(op, "x_residual is written to, so it must not be the same memory as x");
+  if (both) check_distinct_rows(op, x, args.x_rows);
+  check_apart(op, sum, norm);
+  if (args.weight != nullptr) {
+    const Region weight = region_of("weight", args.weight, args.weight_type, args.cols);
+    check_apart(op, sum, weight);
+    if (both) check_apart(op, norm, weight);
+  }
+  if (scale != nullptr) check_apart(op, sum, region_of("scale", scale->data_ptr(), Type::f32, 1));
 }
 
 void run_norm(const char* op, const View& x, NormArgs& args, const Tensor& out) {
@@ -125,10 +136,8 @@ static void fused_add_rms_norm_in_place(const char* op, bool one_plus, const Ten
   args.out_rows = args.x_rows;
   const int64_t rows = product(view, view.dims - 1);
   if (rows == 0 || args.cols == 0) return;
-  check_distinct_rows(op, view, args.x_rows);
-  check_distinct_rows(op, residual, args.residual_rows);
+  check_overwritten(op, view, residual, nullptr, true, args);
   args.out = data_of(view);
-  if (args.x == args.residual) fail(op, "x and x_residual are both written to, so they must not be the same memory");
   run(op, view.device, args, rows);
 }
 
@@ -165,7 +174,7 @@ static CodesAndScales fused_add_quantised(const char* op, const Tensor& x, const
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   add_residual(op, view, residual, args);
-  check_overwritten_residual(op, residual, args);
+  check_overwritten(op, view, residual, scale, false, args);
   return quantised(op, view, args, scale);
 }
 

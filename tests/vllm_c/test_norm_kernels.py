@@ -201,6 +201,54 @@ def test_fused_add_rms_norm_refuses_one_memory_for_both() -> None:
         fused(x, x, None)
 
 
+MEMORY = torch.ones(64)
+OVERLAPPING = {
+    "one row further": (MEMORY[:32].view(4, 8), MEMORY[8:40].view(4, 8), None),
+    "the last element": (MEMORY[:32].view(4, 8), MEMORY[31:63].view(4, 8), None),
+    "in a strided row": (MEMORY.view(4, 16)[:, :8], MEMORY[17:49].view(4, 8), None),
+    "weight in x": (MEMORY[:32].view(4, 8), torch.ones(4, 8), MEMORY[4:12]),
+    "weight in x_residual": (torch.ones(4, 8), MEMORY[:32].view(4, 8), MEMORY[24:32]),
+    "weight in a strided row": (torch.ones(4, 8), MEMORY.view(4, 16)[:, :8], MEMORY[20:28]),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPPING)
+def test_fused_add_rms_norm_refuses_memory_that_overlaps_what_it_writes(case: str) -> None:
+    x, residual, weight = OVERLAPPING[case]
+    with pytest.raises(RuntimeError, match="nor overlap it"):
+        fused(x, residual, weight)
+    assert (MEMORY == 1).all()
+
+
+@pytest.mark.parametrize("weight", [None, MEMORY[:8]], ids=["alone", "weight"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda t: (t[:, :8], t[:, 8:16]),
+        lambda t: (t[:2, :8], t[2:, 8:16]),
+        lambda t: (t.flatten()[:64].view(8, 8), t.flatten()[64:128].view(8, 8)),
+        lambda t: (t[:1, :8], t[1:2, :8]),
+        lambda t: (t.flatten()[:8], t.flatten()[8:16]),
+    ],
+    ids=["columns", "rows and columns", "behind each other", "one row", "vectors"],
+)
+def test_fused_add_rms_norm_takes_disjoint_parts_of_one_memory(cut, weight: Tensor | None) -> None:
+    memory = normal(4, 64, dtype=torch.float32)
+    x, residual = cut(memory)
+    total = x + residual
+    expected = native_rms_norm(total, weight, EPSILON)
+    fused(x, residual, weight)
+    torch.testing.assert_close((x, residual), (expected, total))
+
+
+def test_fused_add_rms_norm_takes_a_weight_between_rows_that_it_writes() -> None:
+    memory = normal(4, 64, dtype=torch.float32)
+    x, residual, weight = memory[:, :8], torch.ones(4, 8), memory[1, 20:28]
+    expected = native_rms_norm(x + residual, weight, EPSILON)
+    fused(x, residual, weight)
+    torch.testing.assert_close(x, expected)
+
+
 @pytest.mark.parametrize("side", [0, 1])
 def test_fused_add_rms_norm_refuses_rows_that_overlap(side: int) -> None:
     pair = [torch.ones(4, 8), torch.ones(4, 8)]

@@ -294,6 +294,7 @@ def test_a_row_depends_neither_on_its_batch_nor_on_the_threads(dynamic: bool) ->
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 X = torch.ones(2, 8)
+ONES = torch.ones(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,9 @@ X = torch.ones(2, 8)
         ("rms_norm_dynamic_quant_fp8", (X.t(), None, 1e-6), "x must be contiguous in its last dimension"),
         ("fused_add_rms_norm_static_quant_fp8", (X, X, None, ONE, 1e-6), "must not be the same memory as x"),
         ("fused_add_rms_norm_static_quant_fp8", (X, X.half(), None, ONE, 1e-6), "must have the dtype of x"),
+        ("fused_add_rms_norm_static_quant_fp8", (X, ONES, None, ONES[1, 3], 1e-6), "nor overlap it"),
+        ("fused_add_rms_norm_static_quant_fp8", (X, ONES, ONES[1], ONE, 1e-6), "nor overlap it"),
+        ("fused_add_rms_norm_dynamic_quant_fp8", (ONES.view(1, 16)[:, 3:11], ONES[:1], None, 1e-6), "nor overlap it"),
         ("fused_add_rms_norm_dynamic_quant_fp8", (X, X[:1], None, 1e-6), "must have the same shape"),
         (
             "fused_add_rms_norm_dynamic_quant_fp8",

@@ -222,6 +222,7 @@ def register(provider: str) -> None:
             functional=functional,
             batch_invariant=batch_invariant,
             checks_values=checks_values,
+            checks_tensors=functional is not None,  # the kernels refuse other shapes, and what overlaps
         )
         registered(fn)
 

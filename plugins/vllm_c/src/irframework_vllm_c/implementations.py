@@ -52,6 +52,13 @@ _LOOK_AT_VALUES = (  # the kernels themselves refuse wrong scales, positions and
 )
 
 
+_LOOK_AT_TENSORS = (  # and other shapes of x_residual, and what overlaps memory that they overwrite
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_static_quant_fp8",
+    "fused_add_rms_norm_dynamic_quant_fp8",
+)
+
+
 def kernels_load() -> bool | ir.Rejected:
     """Whether the CPU kernels load here; the reason when they do not."""
     try:
@@ -297,6 +304,7 @@ def register(provider: str) -> None:
             functional=functional,
             batch_invariant=True,
             checks_values=name in _LOOK_AT_VALUES,
+            checks_tensors=name in _LOOK_AT_TENSORS,
         )
         registered(fn)
 
