@@ -89,6 +89,12 @@ def _tensor_nodes(argument: object) -> list[Node]:
     return [node for node in _nodes(argument) if "val" not in node.meta or holds_tensor(node.meta["val"])]
 
 
+def may_write(node: Node) -> bool:
+    """Whether a call may write to something: false is certain, and costs less than `effects_of`."""
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
+
+
 def effects_of(node: Node) -> Effects:
     """What `node` reads, writes and may return a view of, by its schema; unknown targets do everything to all."""
     if node.op in ("placeholder", "get_attr"):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 Shape = tuple[Any, ...]
+_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +123,23 @@ def mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
 
 def filled_arguments(target: Any, node: Node, values: dict[Node, Any]) -> tuple[Any, ...]:
     """The arguments of a call in the order of its schema, defaults at the end left out."""
-    args: list[Any] = []
-    kept = 0
-    for index, parameter in enumerate(target._schema.arguments):
-        if index < len(node.args):
-            value = node.args[index]
-        elif parameter.name in node.kwargs:
-            value = node.kwargs[parameter.name]
-        else:
-            value = parameter.default_value
-        args.append(argument_value(value, values))
-        if not (parameter.has_default_value() and args[-1] == argument_value(parameter.default_value, values)):
-            kept = index + 1
+    parameters = _parameters_of(target)
+    args = [argument_value(value, values) for value in node.args]
+    for name, default in parameters[len(args) :]:
+        args.append(argument_value(node.kwargs[name], values) if name in node.kwargs else default)
+    kept = len(args)
+    while kept and args[kept - 1] == parameters[kept - 1][1]:
+        kept -= 1
     return tuple(args[:kept])
+
+
+@cache
+def _parameters_of(target: Any) -> list[tuple[str, Any]]:
+    """Name and default of each parameter of a torch op; a default that equals nothing where there is none."""
+    return [
+        (each.name, argument_value(each.default_value, {}) if each.has_default_value() else _NO_DEFAULT)
+        for each in target._schema.arguments
+    ]
 
 
 def argument_value(value: Any, values: dict[Node, Any]) -> Any:

@@ -9,9 +9,12 @@ warning, so that it never breaks the host (`IRFRAMEWORK_STRICT=1`: an error as w
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from irframework import bisecting, fusion_state
 from irframework.compiler.fusion_faults import fault_of, same_pattern
+from irframework.compiler.ingredients import Needs, may_occur, ways_of
 from irframework.compiler.matches import Match, Refused
 from irframework.compiler.report import graph_number, source_line
 from irframework.compiler.skeletons import Skeleton, Unfit, derive
@@ -22,8 +25,9 @@ from irframework.op import IrOp
 from irframework.registry import registry
 from irframework.settings import effective
 
-_Bodies = tuple[object, ...]
+_Bodies = tuple[Callable[..., Any], ...]
 _kept: dict[str, tuple[_Bodies, list[Skeleton]]] = {}
+_ways: dict[str, tuple[_Bodies, list[Needs] | None]] = {}
 
 
 def looked_for() -> list[IrOp]:
@@ -32,8 +36,12 @@ def looked_for() -> list[IrOp]:
     return [op for op in registry.ops.values() if op.fuse and op.name not in without]
 
 
-def skeletons_of(op: IrOp) -> list[Skeleton]:
+def skeletons_of(op: IrOp, present: set[str]) -> list[Skeleton]:
     """The skeletons of an op, derived at first need and again when one of its bodies is another function.
+
+    Args:
+        op: The op.
+        present: The ingredients of the graph. An op that needs others is not derived for it.
 
     Raises:
         InvalidFusionError: Its body cannot be a pattern.
@@ -41,6 +49,11 @@ def skeletons_of(op: IrOp) -> list[Skeleton]:
         SpellingError: One of its spellings computes something else.
     """
     bodies = (op.native, *(spelling.fn for spelling in op.spellings))
+    ways = _ways.get(op.name)
+    if ways is None or ways[0] != bodies:
+        ways = _ways[op.name] = (bodies, ways_of(op, bodies))
+    if not may_occur(ways[1], present):
+        return []
     kept = _kept.get(op.name)
     if kept is None or kept[0] != bodies:
         kept = _kept[op.name] = (bodies, _derived(op))
@@ -71,11 +84,12 @@ def _derived(op: IrOp) -> list[Skeleton]:
             continue
         duplicate = same_pattern(found, others)
         if duplicate is not None:
-            if _belongs_to_the_program(op) or not _belongs_to_the_program(other):
+            if _belongs_to_the_program(op) and not _belongs_to_the_program(other):
+                _tell(other, duplicate)
+                _kept[name] = (bodies, [])
+            else:
                 _tell(op, duplicate)
                 return []
-            _tell(other, duplicate)
-            _kept[name] = (bodies, [])
     return found
 
 

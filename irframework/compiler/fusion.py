@@ -17,13 +17,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.call_arguments import Number, Value, constant
-from irframework.compiler.definitions import Definitions, fake_mode_of
+from irframework.compiler.call_arguments import Number, Value, constant, number, plain_number
+from irframework.compiler.definitions import Definitions, fake_mode_of, fresh
 from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
+from irframework.compiler.ingredients import ingredients_of
 from irframework.compiler.matches import Judge, Match, Refused
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
-from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, stripped
+from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, stripped, whole_numbers
 from irframework.compiler.values import ValueTable
+from irframework.torch_ops import op_of
 
 _WAYS = 48  # that a candidate's tensors are tried in
 
@@ -58,6 +60,8 @@ class _Fusion:
     table: ValueTable = field(init=False)
     position: dict[Node, int] = field(init=False)
     judge: Judge = field(init=False)
+    places: dict[int, list[Node]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     moved: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +71,12 @@ class _Fusion:
 
     def run(self) -> None:
         self.table.read(self.graph)
-        for skeleton in _in_order():
+        for node, value in self.table.of.items():
+            if isinstance(value, Value):
+                self.places.setdefault(stripped(self.table, value.core), []).append(node)
+        skeletons = _in_order(ingredients_of(self.table.cores))
+        self.sizes = {skeleton.op.name: skeleton.size for skeleton in reversed(skeletons)}
+        for skeleton in skeletons:
             self._look_for(skeleton)
         for node, miss in sorted(self.misses.items(), key=lambda item: self.position.get(item[0], 0)):
             if node in self.table.of:
@@ -80,8 +89,7 @@ class _Fusion:
         target = skeleton.table.cores[skeleton.root].target
         if target == "leaf":
             return
-        places = [number for number, core in enumerate(self.table.cores) if core.target == target]
-        for core in places:
+        for core in [core for core in self.table.by_target.get(target, ()) if core in self.places]:
             search = Search(skeleton, self.table)
             try:
                 for binding in search.at(core):
@@ -94,7 +102,8 @@ class _Fusion:
 
     def _try(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
         reason: str | None = None
-        for arguments in itertools.islice(self._arguments(skeleton, binding), _WAYS):
+        ways = _WAYS if len(skeleton.op.registered) > 1 else 1  # what only native can run is no more than a miss
+        for arguments in itertools.islice(self._arguments(skeleton, binding), ways):
             values = self._compute(skeleton, arguments)
             if values is None:
                 continue
@@ -127,7 +136,11 @@ class _Fusion:
                 choices.append([constant(binding.numbers[name])])
             elif name in skeleton.fixed:
                 value = skeleton.fixed[name]
-                choices.append(self._ints(binding, value) if type(value) is int else [value])
+                given = self._given_to_an_op(skeleton, binding, value)
+                if given is not None or type(value) is not int:
+                    choices.append([value if given is None else given])
+                else:
+                    choices.append(whole_numbers(skeleton, self.table, binding, value))
             elif parameter.default is not parameter.empty:
                 choices.append([parameter.default])
             else:
@@ -147,15 +160,19 @@ class _Fusion:
             by_shape.values(), key=lambda n: (self.table.of[n].shape != value.shape, self.table.of[n].shape != own)
         )
 
-    def _ints(self, binding: Binding, sample: int) -> list[int]:
-        """Whole numbers that the candidate shows: in its constants and sizes."""
-        found = {}
-        for core in binding.cores.values():
-            args = [*self.table.cores[core].args]
-            sizes = [size for size in self.table.cores[core].shape if isinstance(size, int)]
-            numbers = [constant(arg) for arg in args if isinstance(arg, Number)]
-            found.update(dict.fromkeys([*sizes, *(int(n) for n in numbers if n is not None and float(n).is_integer())]))
-        return [sample, *(number for number in found if number != sample)]
+    def _given_to_an_op(self, skeleton: Skeleton, binding: Binding, value: Any) -> Any:
+        """What the candidate gives to an IR op where the definition gives it this word or number; None if nowhere."""
+        if type(value) not in (int, str):
+            return None
+        for ours, theirs in binding.cores.items():
+            own = skeleton.table.cores[ours]
+            if not own.target.startswith("irframework::"):
+                continue
+            for argument, other in zip(own.args, self.table.cores[theirs].args, strict=False):
+                if argument == number(value) and isinstance(other, Number):
+                    found = plain_number(other)
+                    return found.value if isinstance(found, Number) else found
+        return None
 
     def _compute(
         self, skeleton: Skeleton, arguments: Sequence[Any]
@@ -170,16 +187,28 @@ class _Fusion:
         values = self.table.outputs(expansion, given)
         flat = values if isinstance(values, tuple) else (values,)
         outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
-        return flat, tuple(node.meta["val"] for node in outputs)
+        mode = fake_mode_of(fakes)  # a definition that is kept was traced in another graph's
+        assert mode is not None
+        return flat, tuple(fresh(node.meta["val"], mode) for node in outputs)
 
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
         """Keep the largest miss at a place."""
-        for node, value in self.table.of.items():
-            if isinstance(value, Value) and stripped(self.table, value.core) == core:
-                known = self.misses.get(node)
-                if known is None or known.size < skeleton.size:
-                    self.misses[node] = _Miss(skeleton.size, skeleton.op.name, node, reason)
-                return
+        node = next((node for node in self.places[core] if node in self.table.of), None)
+        if node is None or self._is_larger_op(node, skeleton.size):
+            return
+        known = self.misses.get(node)
+        if known is None or known.size < skeleton.size:
+            self.misses[node] = _Miss(skeleton.size, skeleton.op.name, node, reason)
+
+    def _is_larger_op(self, node: Node, size: int) -> bool:
+        """Whether a node shows what an IR op computes whose definition is no smaller."""
+        while node.op == "call_function" and op_of(node.target) is None and len(node.all_input_nodes) == 1:
+            source = node.all_input_nodes[0]
+            if node.target is not operator.getitem and self.table.of[source].core != self.table.of[node].core:
+                return False
+            node = source
+        found = op_of(node.target)
+        return found is not None and size <= self.sizes.get(found[0].name, 0)
 
     # --- the replacement ---------------------------------------------------------------------------------------
 
@@ -241,9 +270,10 @@ class _Fusion:
                 self.graph.erase_node(node)
 
 
-def _in_order() -> list[Skeleton]:
-    """All definitions, the largest first, then by name."""
-    found = [skeleton for op in looked_for() for skeleton in skeletons_of(op)]
+def _in_order(present: set[str]) -> list[Skeleton]:
+    """All definitions that a graph with these ingredients can contain, the largest first, then by name."""
+    found = [skeleton for op in looked_for() for skeleton in skeletons_of(op, present)]
+    found = [skeleton for skeleton in found if skeleton.targets <= present]
     return sorted(found, key=lambda skeleton: (-skeleton.size, skeleton.op.name))
 
 

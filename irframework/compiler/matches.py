@@ -6,6 +6,7 @@ layouts, arguments outside of the op's domain, a choice of native. Finds nothing
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import effects_of
+from irframework.compiler.aliasing import effects_of, may_write
 from irframework.compiler.call_arguments import Value
+from irframework.compiler.clones import donate_op
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.tracing import contiguous_strides
 from irframework.compiler.values import ValueTable
@@ -58,16 +60,20 @@ class Judge:
         table: Its values.
         position: The order of its nodes.
         sizes: Its inputs that are symbolic sizes, by their expression.
+        writers: Its nodes that overwrite memory.
     """
 
     table: ValueTable
     position: dict[Node, int]
     sizes: dict[Any, Node] = field(init=False)
+    writers: list[Node] = field(init=False)
 
     def __post_init__(self) -> None:
         inputs = [node for node in self.position if node.op == "placeholder"]
         symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
         self.sizes = {node.meta["val"].node.expr: node for node in symbols}
+        calls = [node for node in self.position if node.op == "call_function" and may_write(node)]
+        self.writers = [node for node in calls if effects_of(node).writes]
 
     def match(
         self, skeleton: Skeleton, arguments: tuple[Any, ...], values: tuple[Value, ...], fakes: tuple[Any, ...]
@@ -91,7 +97,21 @@ class Judge:
                 raise Refused(f"its output {index} is computed nowhere here, and would cost extra")
             outputs.append(tuple(chosen))
         inner = self._between([node for nodes in outputs for node in nodes], inputs)
+        arguments = self._given_away(skeleton.op, arguments, inner)
         return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner))
+
+    def _given_away(self, op: IrOp, arguments: tuple[Any, ...], inner: set[Node]) -> tuple[Any, ...]:
+        """The arguments; what the part gives away of what the op may overwrite, the op is given, too."""
+        if not op.allow_inplace:
+            return arguments
+        read = (node for reader in inner for node in reader.all_input_nodes if node.target is donate_op())
+        donated = {self.table.of[node]: node for node in read}
+        return tuple(
+            donated.get(self.table.of[argument], argument)
+            if name in op.activations and isinstance(argument, Node)
+            else argument
+            for name, argument in zip(op.signature.parameters, arguments, strict=True)
+        )
 
     def _between(self, outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
         """What computes the outputs from the inputs, or from equal values."""
@@ -116,7 +136,8 @@ class Judge:
         Raises:
             Refused: It may not; without a text where that is no miss.
         """
-        if len(match.inner) == 1 and op_of(next(iter(match.inner)).target) is not None:
+        working = [node for node in match.inner if self._works(node)]
+        if len(working) == 1 and op_of(working[0].target) is not None:
             raise Refused  # it is that op already, or one with the same definition
         ops = [node for node in match.inner if op_of(node.target) is not None]
         if len(ops) == 1 and op_of(ops[0].target)[0] is match.op:  # type: ignore[index]
@@ -142,9 +163,16 @@ class Judge:
             raise Refused(f"outside of the op's domain: {domain}")
         decision = resolve(match.op, values, mode="inductor")
         if decision.provider == NATIVE:
-            refused = [c for c in decision.candidates if not c.accepted and c.provider != NATIVE]
+            refused = [c for c in decision.candidates if c.reason is not None and c.provider != NATIVE]
             reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
             raise Refused(f"only native would run it{f' ({reasons})' if reasons else ''}")
+
+    def _works(self, node: Node) -> bool:
+        """Whether a node computes anything: not if it takes one of several outputs, or only shows its input."""
+        value = self.table.of.get(node)
+        inputs = [self.table.of.get(each) for each in node.all_input_nodes]
+        shown = isinstance(value, Value) and any(isinstance(v, Value) and v.core == value.core for v in inputs)
+        return node.target is not operator.getitem and not shown
 
     def _is_free(self, node: Node, match: Match) -> bool:
         """Whether others may go on reading a node without computing anything twice: it only shows an input."""
@@ -167,8 +195,8 @@ class Judge:
             seen.add(node)
             todo += node.all_input_nodes
         last = max(self.position[node] for node in (*match.inner, *seen))
-        for node, place in self.position.items():
-            if first < place < last and node in self.table.of and effects_of(node).writes:
+        for node in self.writers:
+            if first < self.position[node] < last:
                 raise Refused(f"{node.name} overwrites memory in between")
 
     def _check_layout(self, node: Node, fake: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 _STEPS = 4000  # of one search; more means that a definition fits in too many ways
+_NEAR = 8  # places at which a further output is looked for
 _SAMPLE = (6, 64)
 _FIRST_MARK = 0.7310585
 
@@ -44,6 +45,7 @@ class Skeleton:
         size: How many cores it has.
         root_index: The output from which most of the parameters can be reached.
         root: Its core, erased cores looked through.
+        others: The cores of outputs that reach what the root does not; each is looked for near to the root.
         body: The further spelling that it was derived of; None for native.
         arguments: Those that it was derived for, with the numbers that stand for parameters.
         targets: What it computes with.
@@ -58,6 +60,7 @@ class Skeleton:
     size: int
     root_index: int
     root: int
+    others: tuple[int, ...]
     body: IrOpImpl | None
     arguments: tuple[Any, ...]
     targets: frozenset[str]
@@ -234,9 +237,15 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     reach = [len(cores & tensors.keys()) for cores in below]
     index = reach.index(max(reach))
     root = stripped(table, flat[index].core)
+    reached, others = below[index] & tensors.keys(), []
+    for value, cores in sorted(zip(flat, below, strict=True), key=lambda pair: -len(pair[1] & tensors.keys())):
+        if cores & tensors.keys() - reached:
+            reached |= cores & tensors.keys()
+            others.append(stripped(table, value.core))
     cores = set().union(*below)
     targets = frozenset(table.cores[core].target.partition("[")[0] for core in cores) - ERASED - {"leaf"}
-    return Skeleton(op, fixed, table, flat, tensors, marks, len(cores), index, root, body, tuple(marked), targets)
+    where = (len(cores), index, root, tuple(others))
+    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets)
 
 
 def _shape_of_definition(skeleton: Skeleton) -> Any:
@@ -273,7 +282,20 @@ class Search:
         Raises:
             TooManyWaysError: There are too many.
         """
-        yield from self._match(self.skeleton.root, Value(core, self.graph.cores[core].shape), Binding())
+        for found in self._match(self.skeleton.root, Value(core, self.graph.cores[core].shape), Binding()):
+            yield from self._further(self.skeleton.others, core, found)
+
+    def _further(self, wanted: tuple[int, ...], root: int, binding: Binding) -> Iterator[Binding]:
+        """All ways in which further outputs can stand near to the root, each at a core of its own."""
+        if not wanted:
+            yield binding
+            return
+        taken = set(binding.cores.values())
+        places = self.graph.by_target.get(self.skeleton.table.cores[wanted[0]].target, ())
+        near = sorted((core for core in places if core not in taken), key=lambda core: abs(core - root))
+        for core in near[:_NEAR]:
+            for found in self._match(wanted[0], Value(core, self.graph.cores[core].shape), binding):
+                yield from self._further(wanted[1:], root, found)
 
     def _match(self, wanted: int, value: Value, binding: Binding) -> Iterator[Binding]:
         self.steps += 1

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from irframework.compiler.aliasing import effects_of
+from irframework.compiler.aliasing import effects_of, may_write
 from irframework.compiler.call_arguments import (
     Identity,
     Number,
@@ -43,7 +43,8 @@ _RESHAPES = {
 }  # fmt: skip
 _CONVERSIONS = {"prims::convert_element_type", "aten::_to_copy", "aten::to"}
 _COMMUTATIVE = {"aten::add", "aten::mul", "aten::maximum", "aten::minimum", "aten::eq", "aten::ne"}
-_ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
+ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
+_FULL = {"aten::full", "aten::full_like"}
 _SLICE, _VIEW, _EXPAND, CONVERT = "aten::slice", "view", "aten::expand", "convert"
 ERASED = frozenset({CONVERT, _VIEW, _EXPAND})  # cores that a skeleton looks through
 COMMUTATIVE = frozenset(_COMMUTATIVE)
@@ -95,6 +96,7 @@ class ValueTable:
         cores: All cores by number.
         nodes: The graph's own nodes that compute a core, in order.
         of: The value of each node of the graph; a tuple for several outputs.
+        by_target: The numbers of the cores that each target computes, in order.
     """
 
     expand: Expand
@@ -102,6 +104,7 @@ class ValueTable:
     nodes: dict[int, list[Node]] = field(default_factory=dict)
     of: dict[Node, Any] = field(default_factory=dict)
     epoch: int = 0
+    by_target: dict[str, list[int]] = field(default_factory=dict)
     _known: dict[Any, int] = field(default_factory=dict)
 
     # --- graphs ------------------------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ class ValueTable:
                 value = self.leaf(node, node.meta.get("val"))
             else:
                 value = self._call(node, self.of)
-                if effects_of(node).writes:
+                if may_write(node) and effects_of(node).writes:
                     self.epoch += 1  # what is computed behind it is not what was computed before
             self.set(node, value)
 
@@ -162,6 +165,7 @@ class ValueTable:
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.cores)
+            self.by_target.setdefault(target, []).append(number)
             self.cores.append(Core(target, args, shape, dtype))
         return number
 
@@ -243,14 +247,14 @@ class ValueTable:
             if name in _CONVERSIONS:
                 if self.cores[first.core].dtype == dtype:
                     return Value(first.core, shape)
-                return self._rows(CONVERT, (first,), shape, dtype)
+                return self._each(CONVERT, (first,), shape, dtype)
             if name == _SLICE:
                 return self._slice(first, args[1:], shape, dtype)
             if name == _EXPAND and first.shape == shape:
                 return first
             if name == "aten::pow" and args[1] == number(2):
-                return self._rows("aten::mul", (first, first), shape, dtype)
-            if name in _ROW_REDUCTIONS:
+                return self._each("aten::mul", (first, first), shape, dtype)
+            if name in ROW_REDUCTIONS:
                 dims = from_the_end(args[1] if len(args) > 1 else Number(None), len(first.shape))
                 keeps = len(args) > 2 and args[2] == Number(True)
                 rest = (Number(dims), *args[2:])
@@ -258,14 +262,33 @@ class ValueTable:
                     return self._rows(name, (first, *rest), shape, dtype)
                 return Value(self._core(name, (self._plain(first), *rest), shape, dtype), shape)
         if torch.Tag.pointwise in target.tags:
+            if name == "aten::clamp" and all(isinstance(bound, Number) for bound in args[1:]):
+                return self._clamp(args, shape, dtype)
+            args = (*args[:1], *(self._number_for(arg, shape, dtype) for arg in args[1:]))
             if name in _COMMUTATIVE and all(isinstance(arg, Value) for arg in args[:2]):
                 args = (*sorted(args[:2], key=lambda v: (v.core, repr(v.shape))), *args[2:])
-            return self._rows(name, args, shape, dtype)
+            return self._each(name, args, shape, dtype)
         if name == "aten::cat":
             parts: tuple[Any, ...] = args[0]
             dim = from_the_end(args[1] if len(args) > 1 else Number(0), len(shape))
             return self._rows(name, parts, shape, dtype, along=dim)
         return Value(self._core(name, mapped_values(args, self._plain), shape, dtype), shape)
+
+    def _clamp(self, args: tuple[Any, ...], shape: Shape, dtype: Any) -> Value:
+        """Two bounds are the lower and then the upper one, as compilers take them apart."""
+        value: Value = args[0]
+        for name, bound in zip(("aten::clamp_min", "aten::clamp_max"), args[1:], strict=False):
+            if bound != Number(None):
+                value = self._each(name, (value, bound), shape, dtype)
+        return value
+
+    def _number_for(self, arg: Any, shape: Shape, dtype: Any) -> Any:
+        """The number that a tensor is full of, which means the same beside another tensor of its shape and dtype."""
+        if isinstance(arg, Value) and arg.shape == shape:
+            core = self.cores[arg.core]
+            if core.target in _FULL and core.dtype == dtype and isinstance(core.args[1], Number):
+                return core.args[1]
+        return arg
 
     def _several(self, name: str, args: tuple[Any, ...], val: Sequence[Any]) -> tuple[Any, ...]:
         first = args[0] if args else None
@@ -307,6 +330,18 @@ class ValueTable:
             return value
         return Value(self._core(_VIEW, (Value(value.core, core.shape),), value.shape, core.dtype), value.shape)
 
+    def _each(self, name: str, args: tuple[Any, ...], shape: Shape, dtype: Any) -> Value:
+        """The value of what works on each element alone: of one tensor, all reshapes come behind it."""
+        if shape in ((), (1,)):  # one number, with or without a dimension
+            args = mapped_values(args, lambda value: self._plain(Value(value.core, ())))
+            return Value(self._core(name, args, (), dtype), shape)
+        given = dict.fromkeys(values_in(args))
+        if len(given) == 1 and next(iter(given)).shape == shape:
+            own = self.cores[next(iter(given)).core].shape
+            moved = mapped_values(args, lambda value: Value(value.core, own))
+            return Value(self._core(name, moved, own, dtype), shape)
+        return self._rows(name, args, shape, dtype)
+
     def _rows(
         self, name: str, args: tuple[Any, ...], shape: Shape, dtype: Any, along: tuple[int, ...] | None = None
     ) -> Value:
@@ -323,7 +358,8 @@ class ValueTable:
                 leads.add(own[:-1])
                 moved.append(Value(arg.core, own))
             elif along is None and all(size == 1 for size in arg.shape[:-1]):
-                moved.append(self._plain(Value(arg.core, arg.shape[-1:])))  # the same for all rows
+                alone = () if arg.shape == (1,) else arg.shape[-1:]
+                moved.append(self._plain(Value(arg.core, alone)))  # the same for all rows
             else:
                 leads.add(None)
         if len(leads) == 1 and None not in leads and shape and along in (None, (-1,)):

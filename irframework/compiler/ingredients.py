@@ -1,0 +1,115 @@
+"""Which torch ops a definition cannot be without: a graph that lacks one need not be searched for it.
+
+Owns the quick look that saves deriving skeletons, which costs a trace for each way in which an op's arguments steer it.
+It may say yes where there is no match, never no where there is one. Does not look at how ops are connected.
+
+Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_disable_current_modes`,
+`_inductor.decomposition.select_decomp_table`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from irframework.compiler.values import ROW_REDUCTIONS, Core
+from irframework.torch_ops import op_of
+
+if TYPE_CHECKING:
+    from irframework.op import IrOp
+
+_SPELT_OTHERWISE = {"aten::pow", "aten::clone", "aten::_to_copy"}  # in values.py under other names, or not at all
+_CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8, torch.uint8}
+_SAMPLE = (6, 64)
+
+Needs = frozenset[tuple[str, frozenset[str]]]
+"""What must occur, each with the IR ops one of which, as one node, stands for it."""
+
+
+def ingredients_of(cores: Iterable[Core]) -> set[str]:
+    """What occurs in a graph: names of torch ops and IR ops, and dtypes of codes."""
+    found: set[str] = set()
+    for core in cores:
+        found.add(core.target.partition("[")[0])
+        if core.dtype in _CODES:
+            found.add(str(core.dtype))
+    return found
+
+
+def may_occur(ways: Iterable[Needs] | None, present: set[str]) -> bool:
+    """Whether one way of computing a definition has all that it needs."""
+    return ways is None or any(
+        all(name in present or not whole.isdisjoint(present) for name, whole in needs) for needs in ways
+    )
+
+
+def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Needs] | None:
+    """What each body of an op needs for each call that its input generator yields; None where that is not known."""
+    if op.input_generator is None:
+        return None
+    found: dict[Needs, None] = {}
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            made = op.input_generator(shape=_SAMPLE, dtype=torch.float32, device="cpu")
+            for arguments in [made] if isinstance(made, tuple) else list(made):
+                for body in bodies:
+                    with _Recorder() as recorder:
+                        body(*op.bind(tuple(arguments)))
+                    found[frozenset(recorder.needs)] = None
+    except Exception:  # who derives the definition says what is wrong with it
+        return None
+    return list(found)
+
+
+@cache
+def _stays(target: Any) -> bool:
+    """Whether a torch op is in graphs what it is in a body."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    name = target._schema.name
+    if name in _SPELT_OTHERWISE or target in select_decomp_table():
+        return False
+    return torch.Tag.pointwise in target.tags or name in ROW_REDUCTIONS
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down what a body calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.needs: set[tuple[str, frozenset[str]]] = set()
+        self.inside: frozenset[str] = frozenset()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op_of(func)
+        if found is not None:
+            op = found[0]
+            name = f"irframework::{op.name}"
+            if not op.fuse:  # one op in graphs, too
+                self._note(name)
+                return func(*args, **(kwargs or {}))
+            outside = self.inside
+            self.inside = outside | {name}
+            try:
+                with self:
+                    return op.native(*op.bind(args, kwargs or {}))
+            finally:
+                self.inside = outside
+        result = func(*args, **(kwargs or {}))
+        if _stays(func):
+            self._note(func._schema.name)
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, torch.Tensor) and each.dtype in _CODES and not _is_code(args):
+                self._note(str(each.dtype))
+        return result
+
+    def _note(self, name: str) -> None:
+        self.needs.add((name, self.inside))
+
+
+def _is_code(args: Any) -> bool:
+    return any(isinstance(each, torch.Tensor) and each.dtype in _CODES for each in args)
