@@ -1,6 +1,7 @@
 """`irframework explain`: which implementation one call would get, and why not the others.
 
-Owns the command's options. The decision is the core's, on arguments without data.
+Owns the command's options. The decision is the core's, on arguments without data. What is fused in a model
+(`--fusions`) is `fusions.py`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from irframework.config import add_cli_args
     from irframework.priority import MODES
 
-    parser.add_argument("op", help="name of the op, e.g. rms_norm")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("op", nargs="?", help="name of the op, e.g. rms_norm")
+    asked.add_argument(
+        "--fusions",
+        metavar="MODEL",
+        help="instead: what is fused in a model's forward (MODEL as for `irframework run`)",
+    )
+    parser.add_argument(
+        "--patched", action="store_true", help="with --fusions: put IR ops into the model first, as `run`"
+    )
     parser.add_argument(
         "--shape", type=shape, default=(8, 4096), metavar="8x4096", help="of the op's first tensor (default: 8x4096)"
     )
@@ -52,6 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     from irframework.registry import find_op
 
     configure(KernelConfig.from_cli_args(arguments))
+    if arguments.fusions is not None:
+        from irframework.cli.fusions import explain_fusions
+
+        return explain_fusions(arguments)
     op = find_op(arguments.op)
     dtype = dtype_called(arguments.dtype)
     try:

@@ -16,6 +16,7 @@ from irframework.cli.dtype_names import DTYPE_NAMES, dtype_called
 
 if TYPE_CHECKING:
     from irframework.cli.decisions import DecisionRow
+    from irframework.cli.fusions import Fusions
     from irframework.cli.generation import Generation, Generator
     from irframework.integrations.model_source import LoadedModel
     from irframework.integrations.patch_report import PatchReport
@@ -151,6 +152,14 @@ def from_cache() -> bool:
     return report is not None and report.from_cache
 
 
+def fusions_of_run(mode: str) -> Fusions | None:
+    """What was fused in the last compiled graph; None in eager mode."""
+    from irframework.cli.fusions import Fusions
+    from irframework.compiler.report import last_report
+
+    return Fusions.of([last_report()]) if mode == "compile" else None
+
+
 def answer_printer(loaded: LoadedModel) -> Callable[[int], None]:
     """A callback that prints each token's text as it comes."""
     tokens: list[int] = []
@@ -176,10 +185,12 @@ def _print_tables(
     generation: Generation,
     rows: list[DecisionRow],
 ) -> None:
+    from irframework.cli.fusions import print_fusions
     from irframework.cli.tables import print_table
 
     print(f"\n{patches}")
     print_decisions(rows, arguments.mode)
+    print_fusions(arguments.mode, fusions_of_run(arguments.mode))
     speeds = [
         ("prefill", generation.prompt_tokens, f"{generation.prefill_seconds:.3f}", f"{generation.prefill_rate:.1f}"),
         (
@@ -217,6 +228,8 @@ def _document(
     generation: Generation,
     rows: list[DecisionRow],
 ) -> dict[str, Any]:
+    from irframework.cli.fusions import document
+
     return {
         "model": loaded.name,
         "mode": arguments.mode,
@@ -230,5 +243,6 @@ def _document(
         "decode_tokens_per_second": generation.decode_rate,
         "decisions": [row.to_dict() for row in rows],
         "from_cache": arguments.mode == "compile" and from_cache(),
+        "fusion": document(arguments.mode, fusions_of_run(arguments.mode)),
         "patches": patches.to_dict(),
     }

@@ -202,8 +202,16 @@ def same_pattern(skeletons: Sequence[Skeleton], others: Sequence[Skeleton]) -> D
 
 def _pattern(skeleton: Skeleton) -> str:
     """A definition as text in which parameters have no names."""
-    outputs = [skeleton.outputs[skeleton.root_index], *skeleton.outputs]
-    return _Text(skeleton.table, frozenset(skeleton.marks)).of(outputs)
+    return _Text(skeleton.table, frozenset(skeleton.marks)).of(
+        [skeleton.outputs[skeleton.root_index], *skeleton.outputs]
+    )
+
+
+def _tensors_as_met(skeleton: Skeleton) -> list[str]:
+    """The tensor parameters in the order in which the pattern meets them: their own order tells nothing."""
+    text = _Text(skeleton.table, frozenset(skeleton.marks))
+    text.of([skeleton.outputs[skeleton.root_index], *skeleton.outputs])
+    return [skeleton.tensors[core] for core in text.numbers if core in skeleton.tensors]
 
 
 @dataclass(slots=True)
@@ -259,16 +267,16 @@ class _Text:
 def _same_function(one: Skeleton, other: Skeleton) -> bool:
     """Whether two definitions are equal in all dtypes: in float32 conversions are not seen."""
     return _pattern(one) == _pattern(other) and all(
-        _as_dtype(one, dtype, names) == _as_dtype(other, dtype, names)
+        _as_dtype(one, dtype, count) == _as_dtype(other, dtype, count)
         for dtype in (torch.bfloat16, torch.float16)
-        for names in (False, True)
+        for count in (1, None)
     )
 
 
-def _as_dtype(skeleton: Skeleton, dtype: torch.dtype, activations_only: bool) -> str:
-    """The pattern for arguments of another dtype; empty where the op does not take them."""
+def _as_dtype(skeleton: Skeleton, dtype: torch.dtype, count: int | None) -> str:
+    """The pattern where the tensors that it meets first, or all, have another dtype; empty where that is no call."""
     op = skeleton.op
-    changed = op.activations if activations_only else op.tensors
+    changed = _tensors_as_met(skeleton)[:count]
     arguments = [
         value.to(dtype) if name in changed and getattr(value, "dtype", None) is torch.float32 else value
         for name, value in zip(op.signature.parameters, skeleton.arguments, strict=True)
@@ -296,7 +304,7 @@ def _dtypes(op: IrOp) -> Any:
         for provider, impl in op.registered.items()
         if provider != "native"
     }
-    return (str(domain), sorted(taken))
+    return (str(domain), sorted(taken - {()}))
 
 
 def _placed(test: str, places: dict[str, str]) -> str:

@@ -25,7 +25,7 @@ Search = Callable[..., tuple[int, Any]]
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OP_PRIORITY", "DISABLE_PASSES", "BISECT_LIMIT", "BISECT_LOG"):
+    for name in ("OP_PRIORITY", "DISABLE_PASSES", "DISABLE_FUSIONS", "BISECT_LIMIT", "BISECT_LOG"):
         monkeypatch.delenv(f"IRFRAMEWORK_{name}", raising=False)
 
 
@@ -161,6 +161,45 @@ def test_a_wrong_in_place_kernel_is_found_and_no_pass_is_blamed(
     assert document["avoided"] is True
 
 
+FUSED = """
+    import torch
+    import irframework as ir
+    from compiler_support import lowered
+
+    @ir.register_op(name="tb_bent", fuse=True)
+    def tb_bent(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) + x
+
+    @tb_bent.register_spelling
+    def by_exponentials(x):
+        return torch.exp(2 * x).sub(1).div(torch.exp(2 * x).add(1)) + x
+
+    tb_bent.register_impl("kernel")(tb_bent.native)
+
+    def model(x):
+        y = tb_bent.native(x)
+        return by_exponentials(y)  # the other spelling
+
+    x = torch.linspace(-1, 1, 64)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(model, backend=lowered)(x), model(x)), "not bit for bit"
+"""
+
+
+@pytest.mark.slow
+def test_a_fusion_that_changes_a_result_is_found(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    support = str(Path(__file__).parents[1] / "compiler")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [support, os.environ.get("PYTHONPATH", "")])))
+    code, document = search(FUSED)
+    assert (code, document["verdict"], document["passes"]) == (0, "fusion", [])
+    (culprit,) = document["culprits"]
+    assert (culprit["op"], culprit["stage"]) == ("tb_bent", "fuse")
+    assert culprit["call_site"].endswith("return torch.exp(2 * x).sub(1).div(torch.exp(2 * x).add(1)) + x")
+    assert document["text"].startswith(f"Fusion {culprit['number']} makes it fail: op 'tb_bent' at ")
+    assert document["avoid"] == "IRFRAMEWORK_DISABLE_FUSIONS=tb_bent"
+    assert document["avoided"] is True
+
+
 # --- stand-ins -----------------------------------------------------------------------------------------------------
 
 STAND_IN = """
@@ -179,6 +218,16 @@ STAND_IN = """
 
     def passes(*names):
         write({"passes": list(names)})
+
+    def fuse(op):
+        global used
+        off = os.environ.get("IRFRAMEWORK_DISABLE_FUSIONS", "").split(",")
+        if limit is not None and used >= limit or op in off:
+            return False
+        used += 1
+        place = dict(call_site="a.py:1, in f: x + y", node="add", graph="0/0", stage="fuse")
+        write(dict(number=used, op=op, provider="fusion", plugin=None, version=None, source="ops.py:3", **place))
+        return True
 
     def choose(op, site="a.py:1, in f: op(x)", node=None):
         global used
@@ -202,6 +251,36 @@ def test_every_position_is_found(search: Search, culprit: int) -> None:
     assert [choice["number"] for choice in document["culprits"]] == [culprit]
     assert document["avoid"] == f"IRFRAMEWORK_OP_PRIORITY=op{culprit}=native"
     assert document["avoided"] is True
+
+
+def test_a_fusion_is_found_among_kernels(search: Search) -> None:
+    code, document = search(stand_in("fuse('f'); wrong = fuse('g'); choose('a'); sys.exit(wrong)"))
+    assert (code, document["verdict"], document["text"]) == (0, "fusion", "Fusion 2 makes it fail: op 'g' at add.")
+    assert document["avoid"] == "IRFRAMEWORK_DISABLE_FUSIONS=g"
+    assert document["avoided"] is True
+
+
+def test_a_fusion_is_shown_with_its_place(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(stand_in("sys.exit(fuse('f'))"))
+    assert main(["bisect", "--", sys.executable, str(file)]) == 0
+    out = capfd.readouterr().out
+    for text in ("Fusion 1 makes it fail: op 'f' at add.", "fused op    f", "declared    ops.py:3", "add of graph 0/0"):
+        assert text in out
+    assert "IRFRAMEWORK_DISABLE_FUSIONS=f   # succeeds" in out
+    assert "ir.priority" not in out
+
+
+def test_fusions_that_the_caller_left_out_stay_so(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IRFRAMEWORK_DISABLE_FUSIONS", "mine")
+    document = search(stand_in("sys.exit(fuse('f'))"))[1]
+    assert document["avoid"] == "IRFRAMEWORK_DISABLE_FUSIONS=mine,f"
+
+
+def test_the_fusion_pass_is_not_blamed_for_the_kernel_of_a_fused_op(search: Search) -> None:
+    body = "passes('fuse', 'lower_inplace'); fuse('f'); sys.exit(choose('f', node='f') and 'fuse' not in disabled)"
+    document = search(stand_in(body))[1]
+    assert (document["verdict"], document["passes"]) == ("implementation", [])
 
 
 def test_the_first_of_two_faults_is_found_and_the_setting_is_not_said_to_help(search: Search) -> None:

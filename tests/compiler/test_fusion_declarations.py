@@ -1,0 +1,407 @@
+"""Fused ops that cannot be found by their bodies, two with one body, and further spellings: one fault per test."""
+
+import functools
+import itertools
+import os
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import irframework as ir
+from irframework import notices
+from irframework.compiler import fusable_ops
+from irframework.compiler.fusion import fuse
+from irframework.compiler.report import Report
+from irframework.errors import DuplicateFusionError, InvalidFusionError, InvalidOpError, SignatureError, SpellingError
+from irframework.registry import Transaction, registry
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def fused():
+    """Declare fused ops, each with a provider; they are gone after the test. `plugin=` says whose they are."""
+    transaction = Transaction("acme")
+
+    def declare(native, plugin=None, supports_args=None, fuse=True):
+        name = f"tfd_{native.__name__.strip('_')}_{os.getpid()}_{next(_numbers)}"
+        with registry.registering(transaction):
+            op = ir.register_op(name=name, fuse=fuse)(native)
+            op.register_impl("k", supports_args=supports_args)(native)
+        op.plugin = plugin
+        return op
+
+    notices._said.clear()
+    yield declare
+    transaction.roll_back()
+
+
+def traced(program, *inputs):
+    with torch.no_grad():
+        return make_fx(program, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs)
+
+
+def searched(program, *inputs) -> Report:
+    """Search the graph of a program for fused ops, by themselves."""
+    report = Report()
+    with torch.no_grad():
+        fuse(traced(program, *inputs).graph, report)
+    return report
+
+
+def double(x: Tensor) -> Tensor:
+    return torch.tanh(x) + x
+
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+
+# --- bodies that are no patterns -----------------------------------------------------------------------------------
+
+
+def writes(x: Tensor, y: Tensor) -> Tensor:
+    y.add_(1)  # the mistake
+    return torch.tanh(x) * y
+
+
+def reads_a_value(x: Tensor) -> Tensor:
+    return torch.tanh(x) * x.sum().item()  # the mistake
+
+
+def branches(x: Tensor) -> Tensor:
+    if x.sum() > 0:  # the mistake
+        return torch.tanh(x)
+    return x + 1
+
+
+def counts(x: Tensor) -> Tensor:
+    return torch.tanh(x)[x.nonzero().shape[0] :]  # the mistake
+
+
+def leaves_torch(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.numpy() + 1)  # the mistake
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (writes, "overwrites a tensor"),
+        (reads_a_value, "depends on the values"),
+        (branches, "depends on the values"),
+        (counts, "depends on the values"),
+    ],
+)
+def test_a_body_that_is_no_pattern_is_an_error_with_its_line(fused, body, what):
+    op = fused(body)
+    with pytest.raises(InvalidFusionError, match=what) as raised:
+        searched(double, X)
+    assert f"Op '{op.name}' ({op.source})" in str(raised.value)
+    assert f"in {body.__name__}: " in str(raised.value)
+    assert "# the mistake" in str(raised.value)
+
+
+def test_a_body_that_cannot_be_traced_is_an_error_with_its_line(fused):
+    op = fused(leaves_torch)
+    op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape, dtype=dtype),))
+    with pytest.raises(InvalidFusionError, match="cannot be traced: ") as raised:
+        searched(double, X)
+    assert "in leaves_torch: return torch.from_numpy(x.numpy() + 1)  # the mistake" in str(raised.value)
+
+
+def test_a_body_that_depends_on_data_for_some_arguments_only_is_looked_for_with_the_others(fused):
+    def sometimes(x: Tensor, whole: bool = True) -> Tensor:
+        return torch.tanh(x) + x if whole else torch.tanh(x) + x.sum().item()
+
+    op = fused(sometimes)
+    assert searched(double, X).fusions == {op.name: 1}
+
+
+def test_the_graph_is_left_alone_when_an_op_is_wrong(fused):
+    right, _ = fused(double), fused(writes)
+    module = traced(double, X)
+    before = str(module.graph)
+    with pytest.raises(InvalidFusionError):
+        fuse(module.graph, Report())
+    assert str(module.graph) == before
+    assert right.name not in before
+
+
+@pytest.mark.parametrize("body", [writes, branches])
+def test_an_op_of_a_plugin_is_left_out_with_one_warning(fused, caplog, body):
+    wrong, right = fused(body, plugin="acme"), fused(double)
+    for _ in range(2):
+        assert searched(double, X).fusions == {right.name: 1}
+    assert caplog.text.count(f"Op {wrong.name} of plugin acme is not fused so: ") == 1
+    assert "# the mistake" in caplog.text
+
+
+def test_strict_mode_makes_an_error_of_it(fused, configured):
+    fused(writes, plugin="acme")
+    configured(strict=True)
+    with pytest.raises(InvalidFusionError):
+        searched(double, X)
+
+
+def test_a_body_for_which_no_arguments_can_be_guessed_is_no_error(fused):
+    def of_four_dimensions(x: Tensor) -> Tensor:
+        return torch.tanh(x.permute(0, 2, 1, 3)) * 2
+
+    fused(of_four_dimensions)
+    assert searched(double, X).fusions == {}
+
+
+# --- two ops with one body -----------------------------------------------------------------------------------------
+
+
+def also_double(value: Tensor) -> Tensor:
+    return value + torch.tanh(value)
+
+
+def test_two_ops_with_one_pattern_are_an_error_that_names_both(fused):
+    one, other = fused(double), fused(also_double)
+    with pytest.raises(DuplicateFusionError) as raised:
+        searched(double, X)
+    for op in (one, other):
+        assert f"'{op.name}' ({op.source})" in str(raised.value)
+    assert __file__.rpartition("/")[2] in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["provider", "domain"])
+def test_two_ops_whose_dtypes_differ_may_share_a_pattern(fused, where):
+    half, single = ir.supports(dtype=torch.bfloat16), ir.supports(dtype=torch.float32)
+    if where == "provider":
+        fused(double, supports_args=half)
+        wanted = fused(also_double, supports_args=single)
+    else:
+        fused(double, fuse=half)
+        wanted = fused(also_double, fuse=single)
+    assert searched(double, X).fusions == {wanted.name: 1}
+
+
+def test_the_same_dtypes_under_other_names_do_not_differ(fused):
+    fused(double, supports_args=ir.supports(dtype=torch.float32))
+    fused(also_double, supports_args=ir.supports(dtype=torch.float32))
+    with pytest.raises(DuplicateFusionError):
+        searched(double, X)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_an_op_of_a_plugin_gives_way_to_the_programs(fused, caplog, order):
+    bodies = (double, also_double)
+    programs = fused(bodies[order]) if order == 0 else None
+    plugins = fused(bodies[1 - order], plugin="acme")
+    programs = programs or fused(bodies[order])
+    assert searched(double, X).fusions == {programs.name: 1}
+    assert f"Op {plugins.name} of plugin acme" in caplog.text
+
+
+def rounds_once(x: Tensor, y: Tensor) -> Tensor:
+    return (torch.tanh(x.float()) * y.float()).to(x.dtype)
+
+
+def rounds_twice(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x.float()).to(x.dtype) * y
+
+
+def has_another_constant(x: Tensor) -> Tensor:
+    return torch.tanh(x) + x * 2
+
+
+def takes_the_constant(x: Tensor, factor: float) -> Tensor:
+    return torch.tanh(x) + x * factor
+
+
+def uses_two(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x) + y
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (rounds_once, rounds_twice),
+        (double, has_another_constant),
+        (has_another_constant, takes_the_constant),
+        (double, uses_two),
+    ],
+)
+def test_ops_that_differ_in_anything_have_two_patterns(fused, one, other):
+    fused(one)
+    fused(other)
+    searched(double, X)
+
+
+def test_parameters_are_known_by_their_place_and_not_by_their_order(fused):
+    def swapped(b: Tensor, a: Tensor) -> Tensor:
+        return torch.tanh(a) * b
+
+    def plain(a: Tensor, b: Tensor) -> Tensor:
+        return torch.tanh(a) * b
+
+    for body in (plain, swapped):
+        fused(body).register_input_generator(lambda shape, dtype, device: (torch.ones(shape, dtype=dtype),) * 2)
+    with pytest.raises(DuplicateFusionError):
+        searched(lambda x, y: torch.tanh(x) * y, X, X + 1)
+
+
+def test_an_op_that_is_gone_is_no_rival(fused):
+    transaction = Transaction("other")
+    with registry.registering(transaction):
+        gone = ir.register_op(name=f"tfd_gone_{os.getpid()}_{next(_numbers)}", fuse=True)(also_double)
+    fusable_ops.skeletons_of(gone, set())
+    transaction.roll_back()
+    op = fused(double)
+    assert searched(double, X).fusions == {op.name: 1}
+
+
+# --- further spellings ---------------------------------------------------------------------------------------------
+
+
+def by_exponentials(x: Tensor) -> Tensor:
+    e = torch.exp(2 * x)
+    return (e - 1) / (e + 1) + x
+
+
+@pytest.fixture
+def spelt(fused):
+    """`double` with a second spelling."""
+    op = fused(double)
+    assert op.register_spelling(by_exponentials) is by_exponentials
+    return op
+
+
+@pytest.mark.parametrize("program", [double, by_exponentials])
+def test_a_graph_is_searched_for_every_spelling(spelt, program):
+    assert searched(program, X).fusions == {spelt.name: 1}
+
+
+def test_what_is_fused_is_the_op_with_its_own_outputs(spelt):
+    module = traced(by_exponentials, X)
+    fuse(module.graph, Report())
+    (node,) = [node for node in module.graph.nodes if node.target is spelt.torch_op]
+    assert node.meta["val"].shape == X.shape
+    torch.testing.assert_close(module(X), double(X))
+
+
+def test_a_number_is_a_wildcard_in_every_spelling(fused):
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        return torch.tanh(x) * factor
+
+    def divided(x: Tensor, factor: float) -> Tensor:
+        e = torch.exp(-2 * x)
+        return factor * ((1 - e) / (1 + e))
+
+    op = fused(scaled)
+    op.register_spelling(divided)
+    assert searched(lambda x: divided(x, 0.3), X).fusions == {op.name: 1}
+    assert searched(lambda x: divided(x, 7.0), X).fusions == {op.name: 1}
+
+
+def wrong(x: Tensor) -> Tensor:
+    return torch.tanh(x) + x * 1.25
+
+
+def another_dtype(x: Tensor) -> Tensor:
+    return (torch.tanh(x) + x).double()
+
+
+def another_shape(x: Tensor) -> Tensor:
+    return double(x)[None]
+
+
+def two_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    return double(x), x
+
+
+def fails(x: Tensor) -> Tensor:
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("spelling", "problem"),
+    [
+        (wrong, "output 0 differs by up to [0-9.]+ "),
+        (another_dtype, "it returns float64.*and the op float32"),
+        (another_shape, r"it returns float32\[1, "),
+        (two_outputs, "it returns float32.*, float32.* and the op float32"),
+        (fails, "raises ValueError: not today"),
+    ],
+)
+def test_a_wrong_spelling_is_an_error_of_its_own(fused, spelling, problem):
+    op = fused(double)
+    op.register_spelling(spelling)
+    with pytest.raises(SpellingError, match=problem) as raised:
+        searched(double, X)
+    line = spelling.__code__.co_firstlineno
+    assert f"test_fusion_declarations.py:{line} of op '{op.name}' ({op.source})" in str(raised.value)
+
+
+def test_the_largest_difference_is_told(fused):
+    op = fused(double)
+    op.register_input_generator(lambda shape, dtype, device: (torch.full(shape, -4.0, dtype=dtype),))
+    op.register_spelling(wrong)
+    with pytest.raises(SpellingError, match="differs by up to 1 "):
+        searched(double, X)
+
+
+def test_a_spelling_that_is_right_in_float32_only_is_wrong(fused):
+    def precise(x: Tensor) -> Tensor:
+        return torch.exp(x.float()).square().square().square().to(x.dtype)
+
+    def rounding(x: Tensor) -> Tensor:
+        return torch.exp(x).square().square().square()
+
+    op = fused(precise)
+    op.register_spelling(rounding)
+    with pytest.raises(SpellingError, match="for bfloat16 arguments"):
+        searched(double, X)
+
+
+def test_a_wrong_spelling_of_a_plugins_op_leaves_the_op_as_it_was(fused, caplog):
+    op = fused(double, plugin="acme")
+    op.register_spelling(wrong)
+    assert searched(double, X).fusions == {op.name: 1}
+    assert "differs by up to" in caplog.text
+
+
+def test_a_spelling_has_the_ops_signature(fused):
+    op = fused(double)
+    with pytest.raises(SignatureError, match="The spelling"):
+        op.register_spelling(lambda y: y)
+
+
+def test_only_fused_ops_have_spellings(declare):
+    op = declare()
+    with pytest.raises(InvalidOpError, match="not declared with fuse"):
+        op.register_spelling(op.native)
+
+
+def test_a_spelling_that_is_no_function_is_an_error(fused):
+    with pytest.raises(InvalidOpError, match="expects a function"):
+        fused(double).register_spelling(3)
+
+
+def test_a_spelling_of_a_plugin_that_fails_is_taken_back(fused):
+    op = fused(double)
+    transaction = Transaction("late")
+    with registry.registering(transaction):
+        op.register_spelling(by_exponentials)
+    transaction.roll_back()
+    assert op.spellings == ()
+
+
+def test_a_spelling_is_in_the_digest_of_the_op(fused):
+    from irframework.digest import digest_of_op
+
+    op = fused(double)
+    before = digest_of_op(op)
+    op.register_spelling(by_exponentials)
+    assert digest_of_op(op) != before
+
+
+def test_a_spelling_is_derived_again_with_the_op(spelt):
+    first = fusable_ops.skeletons_of(spelt, set())
+    assert fusable_ops.skeletons_of(spelt, set()) is first
+    spelt.register_spelling(functools.wraps(double)(lambda x: x + torch.sinh(x) / torch.cosh(x)))
+    assert len(fusable_ops.skeletons_of(spelt, set())) == len(first) + 1
