@@ -2,7 +2,9 @@
 
 Run `python benchmarks/kernels_cpu.py` (a few minutes), `--quick` for a look, `--json` for machines, `--op` for others
 than rms_norm (`--op quantising` for those that end in fp8 codes with a scale of a tensor or a row, `--op further` for
-those that only the CPU library has). Each line is one shape, dtype and number of threads:
+those that only the CPU library has, `--op fused` for the fused ones of these: groups of 128 or, in rows of 576, of 64;
+GELU by tanh; normed heads of that size, rotated, with a quarter as many keys). Each line is one shape, dtype
+and number of threads:
 
     ours        time of one call of the kernel through its torch op, in microseconds: the least of all rounds
     op          the same for torch's own function (F.rms_norm; F.silu or F.gelu, and a product where there is a gate),
@@ -42,7 +44,7 @@ if __name__ == "__main__" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from irframework_vllm_c import cpu_only, library  # noqa: E402
+from irframework_vllm_c import cpu_only, fused, library  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import irframework as ir  # noqa: E402
@@ -66,6 +68,15 @@ GATED = ("mul_and_silu", "fatrelu_and_mul", "swigluoai_and_mul", "gelu_and_mul_s
 BLOCKS = ("tensor_quant_fp8", "dynamic_quant_int8", "group_quant_fp8", "dequant")
 GEMMA = ("gemma_rms_norm", "fused_add_gemma_rms_norm")
 FURTHER = (*ELEMENTS, *GATED, *BLOCKS, *GEMMA)
+FUSED = (
+    "rms_norm_group_quant_fp8",
+    "fused_add_rms_norm_group_quant_fp8",
+    "silu_and_mul_group_quant_fp8",
+    "gelu_and_mul_static_quant_fp8",
+    "gelu_and_mul_dynamic_quant_fp8",
+    "gelu_and_mul_group_quant_fp8",
+    "qk_norm_rotary_embedding",
+)
 
 Call = Callable[[], object]
 
@@ -197,6 +208,29 @@ def further_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compile
     return calls | {"native": lambda: definition(*args), "inductor": lambda: compiled[op](*args)}
 
 
+def fused_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[str, Call]) -> dict[str, Call]:
+    """As `calls_of`, for the fused ops that only the CPU library has; torch has no function of its own for them."""
+    weight, scale = torch.randn(width).to(dtype), torch.full((1,), 0.02)
+    x = torch.randn(rows, 2 * width if "_and_mul_" in op else width).to(dtype)
+    size = 128 if width % 128 == 0 else 64
+    groups = (size,) if "_group_" in op else ()
+    args: tuple[object, ...] = (x, weight, EPSILON)
+    if op.startswith("fused_add"):
+        args = (x, x.flip(0), weight, EPSILON)
+    elif "_and_mul_" in op:
+        args = (x, *([scale] if "static" in op else []), *(["tanh"] if op.startswith("gelu") else []))
+    elif op == "qk_norm_rotary_embedding":
+        head, keys = torch.randn(size).to(dtype), x[:, : width // (4 * size) * size].contiguous()
+        args = (torch.arange(rows), x, keys, head, head, torch.randn(rows, size).to(dtype), size, EPSILON)
+    function = getattr(fused, f"{op}_functional" if op.startswith("fused_add") else op)
+    definition: Callable[..., object] = getattr(ir.ops, op).native
+    return {
+        "ours": lambda: function(*args, *groups),
+        "native": lambda: definition(*args, *groups),
+        "inductor": lambda: compiled[op](*args, *groups),
+    }
+
+
 def seconds_per_call(call: Call, repeats: int) -> float:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     start = clock()
@@ -230,7 +264,8 @@ def ratio(theirs: list[list[float]], ours: list[float]) -> tuple[float, float, f
 def lines(args: argparse.Namespace, op: str) -> list[Line]:
     """Measures everything that was asked for about an op, printing each line when it is known."""
     found = []
-    calls_for = quantising_calls_of if op in QUANTISING else further_calls_of if op in FURTHER else calls_of
+    kinds = ((QUANTISING, quantising_calls_of), (FURTHER, further_calls_of), (FUSED, fused_calls_of))
+    calls_for = next((calls for ops, calls in kinds if op in ops), calls_of)
     for threads in args.threads:
         torch.set_num_threads(threads)
         for dtype in args.dtype:
@@ -271,7 +306,7 @@ def misses(found: list[Line]) -> list[str]:
     """The lines that miss a goal, in words."""
     found_slow = []
     for x in found:
-        goal = 1.0 if x.op in QUANTISING and x.dtype == "bfloat16" else 0.95
+        goal = 1.0 if x.op in (*QUANTISING, *FUSED) and x.dtype == "bfloat16" else 0.95
         where = f"{x.op}, {x.threads} thread(s), {x.dtype}, {x.rows} x {x.width}"
         if x.best_to_ours[0] < goal:
             found_slow.append(f"{where}: best/ours is {x.best_to_ours[0]:.2f}, goal {goal}")
@@ -285,14 +320,14 @@ def misses(found: list[Line]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    groups = {"quantising": QUANTISING, "further": FURTHER}
-    ops = (*PLAIN, *QUANTISING, *FURTHER, *groups)
+    groups = {"quantising": QUANTISING, "further": FURTHER, "fused": FUSED}
+    ops = (*PLAIN, *QUANTISING, *FURTHER, *FUSED, *groups)
     parser.add_argument(
         "--op",
         choices=ops,
         nargs="+",
         default=["rms_norm"],
-        help="quantising: all that end in codes; further: those that only the CPU has",
+        help="quantising: all that end in codes; further: those that only the CPU has; fused: of these the fused ones",
     )
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)

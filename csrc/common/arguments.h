@@ -8,8 +8,16 @@
 namespace irframework_vllm_c {
 
 // What becomes of a result: it is stored, or made into codes of float8_e4m3fn with a given scale (`scale`, one number) or
-// with a scale of its own for each row (written to `scales`).
+// with scales of its own (written to `scales`): one for each row, or where there are groups one for each of them.
 enum class Quantisation : int32_t { none, fixed, dynamic };
+
+// Each `size` elements of a row have a scale of their own: the CPU only. `tokens` rows make a matrix.
+struct Groups {
+  int64_t size;  // 0: no groups
+  int64_t tokens;
+  bool column_major;  // scales[matrix][group][token], else scales[matrix][token][group]
+  bool power_of_two;
+};
 
 struct NormArgs {
   const void* x;
@@ -28,6 +36,7 @@ struct NormArgs {
   Type type;
   Type weight_type;
   Quantisation quantisation;
+  Groups groups;
   bool one_plus;  // the CPU only: scale by 1 + weight, rounding only at the end
   bool stream;    // the CPU only: write around the caches
 };
@@ -41,9 +50,10 @@ struct GateArgs {
   float* scales;
   Rows x_rows;
   int64_t cols;
-  Gate gate;  // only silu is quantised
+  Gate gate;  // on GPUs only silu is quantised
   Type type;
   Quantisation quantisation;
+  Groups groups;
   bool stream;  // the CPU only: write around the caches
 };
 
@@ -96,22 +106,18 @@ struct QuantArgs {
   bool stream;    // the CPU only: write around the caches
 };
 
-// Each `group_size` elements of a row have a scale of their own: the CPU only. `tokens` rows make a matrix.
 struct GroupQuantArgs {
   const void* x;
   uint8_t* codes;
   float* scales;
   Rows x_rows;
   int64_t cols;
-  int64_t group_size;
-  int64_t tokens;
-  bool column_major;   // scales[matrix][group][token], else scales[matrix][token][group]
-  bool power_of_two;
+  Groups groups;
   Type type;
   bool stream;
 };
 
-// The way back, the CPU only: with one scale, or `groups` of them for each row, laid out as GroupQuantArgs lays them out.
+// The way back, the CPU only: with one scale, or `groups` of them for each row, laid out as those of Groups.
 struct DequantArgs {
   const uint8_t* codes;
   void* out;
@@ -129,6 +135,8 @@ struct DequantArgs {
 // One of query and key: `heads` heads of `head_size` for each token.
 struct RotaryTensor {
   const void* in;
+  const void* weight;  // of the norm; may be null
+  Type weight_type;
   void* out;  // contiguous
   Rows token_rows;
   int64_t heads;
@@ -144,6 +152,8 @@ struct RotaryArgs {
   int64_t head_size;
   RotaryTensor tensors[2];
   int tensor_count;
+  bool normed;  // the CPU only: each head is normed, and rounded, before it is rotated
+  float epsilon;
   bool neox;
   Type type;
   Type cache_type;

@@ -10,16 +10,6 @@ namespace {
 
 constexpr int64_t kBlock = 4096;  // elements, where a tensor can be cut anywhere
 
-// A contiguous float32 tensor: `given`, after a check, or a new one.
-Tensor floats_for(const char* op, const View& x, int64_t dims, const int64_t* sizes, const Tensor* given) {
-  static const int32_t f32 = aoti_torch_dtype_float32();
-  if (given == nullptr) return new_contiguous(x.device, dims, sizes, f32);
-  View like = x;
-  like.dims = dims;
-  check_output(op, "out1", *given, like, sizes, &f32);
-  return *given;
-}
-
 CodesAndScales with_one_scale(const Tensor& x, const Tensor* out = nullptr, const Tensor* scales_out = nullptr) {
   const char* op = "tensor_quant_fp8";
   const View view = view_of(op, "x", x);
@@ -68,28 +58,19 @@ CodesAndScales to_int8(const Tensor& x, const Tensor* out = nullptr, const Tenso
   return {codes, scales};
 }
 
-CodesAndScales with_scale_per_group(const Tensor& x, int64_t group_size, bool column_major, bool power_of_two,
-                                    const Tensor* out = nullptr, const Tensor* scales_out = nullptr) {
+CodesAndScales with_scale_per_group(const Tensor& x, const Grouping& grouping, const Tensor* out = nullptr,
+                                    const Tensor* scales_out = nullptr) {
   const char* op = "group_quant_fp8";
   const View view = view_of(op, "x", x);
-  check_rank(op, view, column_major ? 2 : 1);
+  check_rank(op, view, 1);
   check_dense_rows(op, view);
   GroupQuantArgs args{};
   args.type = floating_type(op, view);
   args.cols = view.size(-1);
-  if (group_size < 1 || args.cols % group_size != 0) {
-    fail(op, "group_size must divide the last dimension of x, " + std::to_string(args.cols) + ", got " +
-                 std::to_string(group_size));
-  }
-  args.group_size = group_size;
-  args.column_major = column_major;
-  args.power_of_two = power_of_two;
-  args.tokens = view.dims > 1 ? view.size(-2) : 1;
+  args.groups = groups_of(op, view, args.cols, grouping);
   args.x_rows = rows_of(op, view, view.dims - 1);
-  Sizes sizes = sizes_with_last(op, view, column_major ? args.tokens : args.cols / group_size);
-  if (column_major) sizes.at[view.dims - 2] = args.cols / group_size;
   Tensor codes = output_for(op, "out0", out, view, view.sizes, code_dtype());
-  Tensor scales = floats_for(op, view, view.dims, sizes.at, scales_out);
+  Tensor scales = group_scales_for(op, view, args.cols, args.groups, scales_out);
   args.x = data_of(view);
   args.codes = static_cast<uint8_t*>(codes.data_ptr());
   args.scales = static_cast<float*>(scales.data_ptr());
@@ -163,11 +144,11 @@ CodesAndScales dynamic_quant_int8(const Tensor& x) { return to_int8(x); }
 void dynamic_quant_int8_out(const Tensor& x, Tensor out0, Tensor out1) { to_int8(x, &out0, &out1); }
 
 CodesAndScales group_quant_fp8(const Tensor& x, int64_t group_size, bool column_major_scales, bool power_of_two_scales) {
-  return with_scale_per_group(x, group_size, column_major_scales, power_of_two_scales);
+  return with_scale_per_group(x, {group_size, column_major_scales, power_of_two_scales});
 }
 void group_quant_fp8_out(const Tensor& x, int64_t group_size, bool column_major_scales, bool power_of_two_scales,
                          Tensor out0, Tensor out1) {
-  with_scale_per_group(x, group_size, column_major_scales, power_of_two_scales, &out0, &out1);
+  with_scale_per_group(x, {group_size, column_major_scales, power_of_two_scales}, &out0, &out1);
 }
 
 Tensor dequant(const Tensor& q, const Tensor& scale, ScalarType dtype, bool column_major_scales) {

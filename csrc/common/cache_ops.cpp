@@ -1,5 +1,5 @@
-// Owns the ops reshape_and_cache and rotary_embedding_reshape_and_cache: their checks and arguments. Only the CPU library
-// has them.
+// Owns the ops reshape_and_cache, rotary_embedding_reshape_and_cache and qk_norm_rotary_embedding_reshape_and_cache: their
+// checks and arguments. Only the CPU library has them.
 #include "launch.h"
 #include "ops.h"
 
@@ -87,6 +87,16 @@ std::tuple<Tensor, Tensor> rotary_embedding_reshape_and_cache(const Tensor& posi
                                                               int64_t head_size, bool is_neox) {
   auto rotated = rotary_embedding(positions, query, key, cos_sin_cache, head_size, is_neox);
   cached("rotary_embedding_reshape_and_cache", std::get<1>(rotated), value, key_cache, value_cache, slot_mapping);
+  return rotated;
+}
+
+std::tuple<Tensor, Tensor> qk_norm_rotary_embedding_reshape_and_cache(
+    const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+    const Tensor& value_cache, const Tensor& slot_mapping, OptionalTensor query_weight, OptionalTensor key_weight,
+    const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox) {
+  auto rotated = qk_norm_rotary_embedding(positions, query, key, query_weight, key_weight, cos_sin_cache, head_size,
+                                          epsilon, is_neox);
+  cached("qk_norm_rotary_embedding_reshape_and_cache", std::get<1>(rotated), value, key_cache, value_cache, slot_mapping);
   return rotated;
 }
 

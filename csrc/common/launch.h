@@ -63,6 +63,41 @@ inline Tensor scales_for(const char* op, const View& x, const Tensor* given) {
   return *given;
 }
 
+// A contiguous float32 tensor: `given`, after a check, or a new one.
+inline Tensor floats_for(const char* op, const View& x, int64_t dims, const int64_t* sizes, const Tensor* given) {
+  static const int32_t f32 = aoti_torch_dtype_float32();
+  if (given == nullptr) return new_contiguous(x.device, dims, sizes, f32);
+  View like = x;
+  like.dims = dims;
+  check_output(op, "out1", *given, like, sizes, &f32);
+  return *given;
+}
+
+// How codes are cut into groups, as a caller says it.
+struct Grouping {
+  int64_t size;
+  bool column_major;
+  bool power_of_two;
+};
+
+// The groups of codes with rows of `cols` elements, one for each row of x. Refuses a size that does not divide the rows.
+inline Groups groups_of(const char* op, const View& x, int64_t cols, const Grouping& grouping) {
+  check_rank(op, x, grouping.column_major ? 2 : 1);
+  if (grouping.size < 1 || cols % grouping.size != 0) {
+    fail(op, "group_size must divide the last dimension of " + std::string(cols == x.size(-1) ? "x" : "the codes") + ", " +
+                 std::to_string(cols) + ", got " + std::to_string(grouping.size));
+  }
+  return {grouping.size, x.dims > 1 ? x.size(-2) : 1, grouping.column_major, grouping.power_of_two};
+}
+
+// One float32 for each group of each row of x.
+inline Tensor group_scales_for(const char* op, const View& x, int64_t cols, const Groups& groups, const Tensor* given) {
+  const int64_t count = cols / groups.size;
+  Sizes sizes = sizes_with_last(op, x, groups.column_major ? groups.tokens : count);
+  if (groups.column_major) sizes.at[x.dims - 2] = count;
+  return floats_for(op, x, x.dims, sizes.at, given);
+}
+
 // ---- running a kernel over all rows (tokens) -----------------------------------------------------------------------
 
 void run(const char* op, const Device& device, NormArgs& args, int64_t rows);

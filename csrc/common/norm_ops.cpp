@@ -65,13 +65,17 @@ void run_norm(const char* op, const View& x, NormArgs& args, const Tensor& out) 
   if (rows > 0 && args.cols > 0) run(op, x.device, args, rows);
 }
 
-// Quantises the norm: with `scale`, or with one for each row if that is null.
-CodesAndScales quantised(const char* op, const View& x, NormArgs& args, const Tensor* scale, const Tensor* out = nullptr,
-                         const Tensor* scales_out = nullptr) {
+// Quantises the norm: with `scale`, or with one for each group, or for each row if both are null.
+CodesAndScales quantised(const char* op, const View& x, NormArgs& args, const Tensor* scale, const Grouping* grouping,
+                         const Tensor* out = nullptr, const Tensor* scales_out = nullptr) {
   const bool dynamic = scale == nullptr;
   if (!dynamic) args.scale = scale_data(op, *scale, x.device);
-  Tensor codes = output_for(op, dynamic ? "out0" : "out", out, x, x.sizes, code_dtype());
-  Tensor scales = dynamic ? scales_for(op, x, scales_out) : codes;
+  if (grouping != nullptr) args.groups = groups_of(op, x, args.cols, *grouping);
+  const bool only = !dynamic && args.sum == args.residual;  // there are no scales to return, and no new sum
+  Tensor codes = output_for(op, only ? "out" : "out0", out, x, x.sizes, code_dtype());
+  Tensor scales = !dynamic              ? codes
+                  : grouping != nullptr ? group_scales_for(op, x, args.cols, args.groups, scales_out)
+                                        : scales_for(op, x, scales_out);
   args.out = codes.data_ptr();
   args.quantisation = dynamic ? Quantisation::dynamic : Quantisation::fixed;
   if (dynamic) args.scales = static_cast<float*>(scales.data_ptr());
@@ -102,28 +106,41 @@ void rms_norm_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor
 }
 
 static CodesAndScales rms_norm_quantised(const char* op, const Tensor& x, OptionalTensor& weight, const Tensor* scale,
-                                         double epsilon, const Tensor* out, const Tensor* scales_out) {
+                                         const Grouping* grouping, double epsilon, const Tensor* out,
+                                         const Tensor* scales_out) {
   const View view = view_of(op, "x", x);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
-  return quantised(op, view, args, scale, out, scales_out);
+  return quantised(op, view, args, scale, grouping, out, scales_out);
 }
 
 Tensor rms_norm_static_quant_fp8(const Tensor& x, OptionalTensor weight, const Tensor& scale, double epsilon) {
   return std::get<0>(
-      rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, epsilon, nullptr, nullptr));
+      rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, nullptr, epsilon, nullptr, nullptr));
 }
 
 void rms_norm_static_quant_fp8_out(const Tensor& x, OptionalTensor weight, const Tensor& scale, double epsilon,
                                    Tensor out) {
-  rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, epsilon, &out, nullptr);
+  rms_norm_quantised("rms_norm_static_quant_fp8", x, weight, &scale, nullptr, epsilon, &out, nullptr);
 }
 
 CodesAndScales rms_norm_dynamic_quant_fp8(const Tensor& x, OptionalTensor weight, double epsilon) {
-  return rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, epsilon, nullptr, nullptr);
+  return rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, nullptr, epsilon, nullptr, nullptr);
 }
 
 void rms_norm_dynamic_quant_fp8_out(const Tensor& x, OptionalTensor weight, double epsilon, Tensor out0, Tensor out1) {
-  rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, epsilon, &out0, &out1);
+  rms_norm_quantised("rms_norm_dynamic_quant_fp8", x, weight, nullptr, nullptr, epsilon, &out0, &out1);
+}
+
+CodesAndScales rms_norm_group_quant_fp8(const Tensor& x, OptionalTensor weight, double epsilon, int64_t group_size,
+                                        bool column_major_scales, bool power_of_two_scales) {
+  const Grouping grouping{group_size, column_major_scales, power_of_two_scales};
+  return rms_norm_quantised("rms_norm_group_quant_fp8", x, weight, nullptr, &grouping, epsilon, nullptr, nullptr);
+}
+
+void rms_norm_group_quant_fp8_out(const Tensor& x, OptionalTensor weight, double epsilon, int64_t group_size,
+                                  bool column_major_scales, bool power_of_two_scales, Tensor out0, Tensor out1) {
+  const Grouping grouping{group_size, column_major_scales, power_of_two_scales};
+  rms_norm_quantised("rms_norm_group_quant_fp8", x, weight, nullptr, &grouping, epsilon, &out0, &out1);
 }
 
 // ---- fused_add_rms_norm ------------------------------------------------------------------------------------------
@@ -169,24 +186,93 @@ void fused_add_rms_norm_functional_out(const Tensor& x, const Tensor& x_residual
   fused_add_rms_norm_to("fused_add_rms_norm_functional", false, x, x_residual, weight, epsilon, &out0, &out1);
 }
 
+// Overwrites the residual with the sum.
 static CodesAndScales fused_add_quantised(const char* op, const Tensor& x, const Tensor& x_residual,
-                                          OptionalTensor& weight, const Tensor* scale, double epsilon) {
+                                          OptionalTensor& weight, const Tensor* scale, const Grouping* grouping,
+                                          double epsilon) {
   const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
   NormArgs args = norm_arguments(op, view, weight, epsilon);
   add_residual(op, view, residual, args);
   check_overwritten(op, view, residual, scale, false, args);
-  return quantised(op, view, args, scale);
+  return quantised(op, view, args, scale, grouping);
+}
+
+// Overwrites nothing: the sum goes to `given_sum`, or else to a new tensor.
+static CodesScalesAndSum fused_add_quantised_to(const char* op, const Tensor& x, const Tensor& x_residual,
+                                                OptionalTensor& weight, const Tensor* scale, const Grouping* grouping,
+                                                double epsilon, const Tensor* out = nullptr,
+                                                const Tensor* scales_out = nullptr, const Tensor* given_sum = nullptr) {
+  const View view = view_of(op, "x", x), residual = view_of(op, "x_residual", x_residual, view.device);
+  NormArgs args = norm_arguments(op, view, weight, epsilon);
+  add_residual(op, view, residual, args);
+  Tensor sum = output_for(op, scale != nullptr ? "out1" : "out2", given_sum, view, view.sizes, view.dtype);
+  args.sum = sum.data_ptr();
+  args.sum_rows = args.out_rows;
+  auto [codes, scales] = quantised(op, view, args, scale, grouping, out, scales_out);
+  return {codes, scales, sum};
 }
 
 Tensor fused_add_rms_norm_static_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                            const Tensor& scale, double epsilon) {
   return std::get<0>(
-      fused_add_quantised("fused_add_rms_norm_static_quant_fp8", x, x_residual, weight, &scale, epsilon));
+      fused_add_quantised("fused_add_rms_norm_static_quant_fp8", x, x_residual, weight, &scale, nullptr, epsilon));
 }
 
 CodesAndScales fused_add_rms_norm_dynamic_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                                     double epsilon) {
-  return fused_add_quantised("fused_add_rms_norm_dynamic_quant_fp8", x, x_residual, weight, nullptr, epsilon);
+  return fused_add_quantised("fused_add_rms_norm_dynamic_quant_fp8", x, x_residual, weight, nullptr, nullptr, epsilon);
+}
+
+CodesAndScales fused_add_rms_norm_group_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                                  double epsilon, int64_t group_size, bool column_major_scales,
+                                                  bool power_of_two_scales) {
+  const Grouping grouping{group_size, column_major_scales, power_of_two_scales};
+  return fused_add_quantised("fused_add_rms_norm_group_quant_fp8", x, x_residual, weight, nullptr, &grouping, epsilon);
+}
+
+CodesScalesAndSum fused_add_rms_norm_group_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                OptionalTensor weight, double epsilon,
+                                                                int64_t group_size, bool column_major_scales,
+                                                                bool power_of_two_scales) {
+  const Grouping grouping{group_size, column_major_scales, power_of_two_scales};
+  return fused_add_quantised_to("fused_add_rms_norm_group_quant_fp8_functional", x, x_residual, weight, nullptr,
+                                &grouping, epsilon);
+}
+
+void fused_add_rms_norm_group_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                                       double epsilon, int64_t group_size, bool column_major_scales,
+                                                       bool power_of_two_scales, Tensor out0, Tensor out1, Tensor out2) {
+  const Grouping grouping{group_size, column_major_scales, power_of_two_scales};
+  fused_add_quantised_to("fused_add_rms_norm_group_quant_fp8_functional", x, x_residual, weight, nullptr, &grouping,
+                         epsilon, &out0, &out1, &out2);
+}
+
+std::tuple<Tensor, Tensor> fused_add_rms_norm_static_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                          OptionalTensor weight, const Tensor& scale,
+                                                                          double epsilon) {
+  auto [codes, scales, sum] = fused_add_quantised_to("fused_add_rms_norm_static_quant_fp8_functional", x, x_residual,
+                                                     weight, &scale, nullptr, epsilon);
+  return {codes, sum};
+}
+
+void fused_add_rms_norm_static_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual,
+                                                        OptionalTensor weight, const Tensor& scale, double epsilon,
+                                                        Tensor out0, Tensor out1) {
+  fused_add_quantised_to("fused_add_rms_norm_static_quant_fp8_functional", x, x_residual, weight, &scale, nullptr,
+                         epsilon, &out0, nullptr, &out1);
+}
+
+CodesScalesAndSum fused_add_rms_norm_dynamic_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                  OptionalTensor weight, double epsilon) {
+  return fused_add_quantised_to("fused_add_rms_norm_dynamic_quant_fp8_functional", x, x_residual, weight, nullptr,
+                                nullptr, epsilon);
+}
+
+void fused_add_rms_norm_dynamic_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual,
+                                                         OptionalTensor weight, double epsilon, Tensor out0, Tensor out1,
+                                                         Tensor out2) {
+  fused_add_quantised_to("fused_add_rms_norm_dynamic_quant_fp8_functional", x, x_residual, weight, nullptr, nullptr,
+                         epsilon, &out0, &out1, &out2);
 }
 
 // ---- Gemma's norms, which scale by 1 + weight ------------------------------------------------------------------------

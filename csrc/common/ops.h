@@ -13,6 +13,7 @@ namespace irframework_vllm_c {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using CodesAndScales = std::tuple<Tensor, Tensor>;
+using CodesScalesAndSum = std::tuple<Tensor, Tensor, Tensor>;
 using torch::headeronly::ScalarType;
 
 // norm_ops.cpp
@@ -32,7 +33,32 @@ Tensor fused_add_rms_norm_static_quant_fp8(const Tensor& x, const Tensor& x_resi
                                            const Tensor& scale, double epsilon);
 CodesAndScales fused_add_rms_norm_dynamic_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
                                                     double epsilon);
+std::tuple<Tensor, Tensor> fused_add_rms_norm_static_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                          OptionalTensor weight, const Tensor& scale,
+                                                                          double epsilon);
+void fused_add_rms_norm_static_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual,
+                                                        OptionalTensor weight, const Tensor& scale, double epsilon,
+                                                        Tensor out0, Tensor out1);
+CodesScalesAndSum fused_add_rms_norm_dynamic_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                  OptionalTensor weight, double epsilon);
+void fused_add_rms_norm_dynamic_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual,
+                                                         OptionalTensor weight, double epsilon, Tensor out0, Tensor out1,
+                                                         Tensor out2);
 // of which the CPU only:
+CodesAndScales rms_norm_group_quant_fp8(const Tensor& x, OptionalTensor weight, double epsilon, int64_t group_size,
+                                        bool column_major_scales, bool power_of_two_scales);
+void rms_norm_group_quant_fp8_out(const Tensor& x, OptionalTensor weight, double epsilon, int64_t group_size,
+                                  bool column_major_scales, bool power_of_two_scales, Tensor out0, Tensor out1);
+CodesAndScales fused_add_rms_norm_group_quant_fp8(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                                  double epsilon, int64_t group_size, bool column_major_scales,
+                                                  bool power_of_two_scales);
+CodesScalesAndSum fused_add_rms_norm_group_quant_fp8_functional(const Tensor& x, const Tensor& x_residual,
+                                                                OptionalTensor weight, double epsilon,
+                                                                int64_t group_size, bool column_major_scales,
+                                                                bool power_of_two_scales);
+void fused_add_rms_norm_group_quant_fp8_functional_out(const Tensor& x, const Tensor& x_residual, OptionalTensor weight,
+                                                       double epsilon, int64_t group_size, bool column_major_scales,
+                                                       bool power_of_two_scales, Tensor out0, Tensor out1, Tensor out2);
 Tensor gemma_rms_norm(const Tensor& x, const Tensor& weight, double epsilon);
 void gemma_rms_norm_out(const Tensor& x, const Tensor& weight, double epsilon, Tensor out);
 void fused_add_gemma_rms_norm(const Tensor& x, const Tensor& x_residual, const Tensor& weight, double epsilon);
@@ -50,6 +76,19 @@ Tensor silu_and_mul_static_quant_fp8(const Tensor& x, const Tensor& scale);
 void silu_and_mul_static_quant_fp8_out(const Tensor& x, const Tensor& scale, Tensor out);
 CodesAndScales silu_and_mul_dynamic_quant_fp8(const Tensor& x);
 void silu_and_mul_dynamic_quant_fp8_out(const Tensor& x, Tensor out0, Tensor out1);
+// of which the CPU only:
+CodesAndScales silu_and_mul_group_quant_fp8(const Tensor& x, int64_t group_size, bool column_major_scales,
+                                            bool power_of_two_scales);
+void silu_and_mul_group_quant_fp8_out(const Tensor& x, int64_t group_size, bool column_major_scales,
+                                      bool power_of_two_scales, Tensor out0, Tensor out1);
+Tensor gelu_and_mul_static_quant_fp8(const Tensor& x, const Tensor& scale, bool tanh_approximation);
+void gelu_and_mul_static_quant_fp8_out(const Tensor& x, const Tensor& scale, bool tanh_approximation, Tensor out);
+CodesAndScales gelu_and_mul_dynamic_quant_fp8(const Tensor& x, bool tanh_approximation);
+void gelu_and_mul_dynamic_quant_fp8_out(const Tensor& x, bool tanh_approximation, Tensor out0, Tensor out1);
+CodesAndScales gelu_and_mul_group_quant_fp8(const Tensor& x, bool tanh_approximation, int64_t group_size,
+                                            bool column_major_scales, bool power_of_two_scales);
+void gelu_and_mul_group_quant_fp8_out(const Tensor& x, bool tanh_approximation, int64_t group_size,
+                                      bool column_major_scales, bool power_of_two_scales, Tensor out0, Tensor out1);
 
 // quantisation_ops.cpp
 Tensor static_quant_fp8(const Tensor& x, const Tensor& scale);
@@ -67,7 +106,25 @@ Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, cons
 void rotary_embedding_query_out(const Tensor& positions, const Tensor& query, const Tensor& cos_sin_cache,
                                 int64_t head_size, bool is_neox, Tensor out);
 
+// of which the CPU only:
+std::tuple<Tensor, Tensor> qk_norm_rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                                    OptionalTensor query_weight, OptionalTensor key_weight,
+                                                    const Tensor& cos_sin_cache, int64_t head_size, double epsilon,
+                                                    bool is_neox);
+void qk_norm_rotary_embedding_out(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                  OptionalTensor query_weight, OptionalTensor key_weight, const Tensor& cos_sin_cache,
+                                  int64_t head_size, double epsilon, bool is_neox, Tensor out0, Tensor out1);
+Tensor qk_norm_rotary_embedding_query(const Tensor& positions, const Tensor& query, OptionalTensor query_weight,
+                                      const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox);
+void qk_norm_rotary_embedding_query_out(const Tensor& positions, const Tensor& query, OptionalTensor query_weight,
+                                        const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox,
+                                        Tensor out);
+
 // cache_ops.cpp, on the CPU only
+std::tuple<Tensor, Tensor> qk_norm_rotary_embedding_reshape_and_cache(
+    const Tensor& positions, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& key_cache,
+    const Tensor& value_cache, const Tensor& slot_mapping, OptionalTensor query_weight, OptionalTensor key_weight,
+    const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox);
 void reshape_and_cache(const Tensor& key, const Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& slot_mapping);
 std::tuple<Tensor, Tensor> rotary_embedding_reshape_and_cache(const Tensor& positions, const Tensor& query,
@@ -128,6 +185,12 @@ inline void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("fused_add_rms_norm_functional.out", TORCH_BOX(&fused_add_rms_norm_functional_out));
   m.impl("fused_add_rms_norm_static_quant_fp8", TORCH_BOX(&fused_add_rms_norm_static_quant_fp8));
   m.impl("fused_add_rms_norm_dynamic_quant_fp8", TORCH_BOX(&fused_add_rms_norm_dynamic_quant_fp8));
+  m.impl("fused_add_rms_norm_static_quant_fp8_functional", TORCH_BOX(&fused_add_rms_norm_static_quant_fp8_functional));
+  m.impl("fused_add_rms_norm_static_quant_fp8_functional.out",
+         TORCH_BOX(&fused_add_rms_norm_static_quant_fp8_functional_out));
+  m.impl("fused_add_rms_norm_dynamic_quant_fp8_functional", TORCH_BOX(&fused_add_rms_norm_dynamic_quant_fp8_functional));
+  m.impl("fused_add_rms_norm_dynamic_quant_fp8_functional.out",
+         TORCH_BOX(&fused_add_rms_norm_dynamic_quant_fp8_functional_out));
   m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
   m.impl("silu_and_mul.out", TORCH_BOX(&silu_and_mul_out));
   m.impl("silu_and_mul_static_quant_fp8", TORCH_BOX(&silu_and_mul_static_quant_fp8));

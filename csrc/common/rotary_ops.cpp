@@ -1,4 +1,7 @@
-// Owns the ops rotary_embedding and rotary_embedding_query, on every device: their checks, outputs and arguments.
+// Owns the ops rotary_embedding and rotary_embedding_query, on every device, and behind a norm of each head, on the CPU: their
+// checks, outputs and arguments.
+#include <torch/csrc/stable/ops.h>
+
 #include "launch.h"
 #include "ops.h"
 
@@ -24,9 +27,30 @@ void fill_rotary_tensor(const char* op, const View& v, const View& positions, in
   to.in = data_of(v);
 }
 
+// Norms of the heads, before they are rotated: of query, and of key.
+struct HeadNorms {
+  OptionalTensor weights[2];
+  double epsilon;
+};
+
+// Replaces a weight that is not dense by a copy, which the caller keeps alive.
+void fill_norm(const char* op, const char* name, OptionalTensor& weight, const Device& device, int64_t head_size,
+               RotaryTensor& to) {
+  if (!weight.has_value()) return;
+  const View w = view_of(op, name, *weight, device);
+  to.weight_type = floating_type(op, w);
+  if (w.dims != 1 || w.size(0) != head_size) {
+    fail(op, std::string(name) + " must have shape [" + std::to_string(head_size) + "], that of a head, got " + shape_of(w));
+  }
+  if (head_size > 1 && w.stride(0) != 1) weight = torch::stable::contiguous(*weight);
+  to.weight = weight->data_ptr();
+}
+
 // Writes to `outputs` if they are given, else puts new tensors there.
 void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs, Tensor* outputs, int count,
-            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox, bool given = false) {
+            const Tensor& cos_sin_cache, int64_t head_size, bool is_neox, bool given = false,
+            HeadNorms* norms = nullptr) {
+  static const char* const weight_names[2] = {"query_weight", "key_weight"};
   static const char* const output_names[2] = {"out0", "out1"};
   static const char* const names[2] = {"query", "key"};
   static const int32_t int64 = aoti_torch_dtype_int64();
@@ -52,11 +76,14 @@ void rotary(const char* op, const Tensor& positions, const Tensor* const* inputs
   args.head_size = head_size;
   args.neox = is_neox;
   args.tensor_count = count;
+  args.normed = norms != nullptr;
+  args.epsilon = norms != nullptr ? static_cast<float>(norms->epsilon) : 0.0f;
   check_positions(op, query.device, args, tokens);
   for (int k = 0; k < count; ++k) {
     const View v = k == 0 ? query : view_of(op, names[k], *inputs[k], query.device);
     if (v.dtype != query.dtype) fail(op, "key must have the dtype of query");
     fill_rotary_tensor(op, v, where, head_size, args.tensors[k]);
+    if (norms != nullptr) fill_norm(op, weight_names[k], norms->weights[k], v.device, head_size, args.tensors[k]);
     if (given) {
       check_output(op, count == 1 ? "out" : output_names[k], outputs[k], v, v.sizes);
     } else {
@@ -96,6 +123,46 @@ void rotary_embedding_query_out(const Tensor& positions, const Tensor& query, co
                                 int64_t head_size, bool is_neox, Tensor out) {
   const Tensor* inputs[1] = {&query};
   rotary("rotary_embedding_query", positions, inputs, &out, 1, cos_sin_cache, head_size, is_neox, true);
+}
+
+// ---- behind a norm of each head, on the CPU only -------------------------------------------------------------------
+
+std::tuple<Tensor, Tensor> qk_norm_rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                                    OptionalTensor query_weight, OptionalTensor key_weight,
+                                                    const Tensor& cos_sin_cache, int64_t head_size, double epsilon,
+                                                    bool is_neox) {
+  const Tensor* inputs[2] = {&query, &key};
+  Tensor outputs[2] = {query, key};
+  HeadNorms norms{{query_weight, key_weight}, epsilon};
+  rotary("qk_norm_rotary_embedding", positions, inputs, outputs, 2, cos_sin_cache, head_size, is_neox, false, &norms);
+  return {outputs[0], outputs[1]};
+}
+
+void qk_norm_rotary_embedding_out(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                  OptionalTensor query_weight, OptionalTensor key_weight, const Tensor& cos_sin_cache,
+                                  int64_t head_size, double epsilon, bool is_neox, Tensor out0, Tensor out1) {
+  const Tensor* inputs[2] = {&query, &key};
+  Tensor outputs[2] = {out0, out1};
+  HeadNorms norms{{query_weight, key_weight}, epsilon};
+  rotary("qk_norm_rotary_embedding", positions, inputs, outputs, 2, cos_sin_cache, head_size, is_neox, true, &norms);
+}
+
+Tensor qk_norm_rotary_embedding_query(const Tensor& positions, const Tensor& query, OptionalTensor query_weight,
+                                      const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox) {
+  const Tensor* inputs[1] = {&query};
+  Tensor outputs[1] = {query};
+  HeadNorms norms{{query_weight, std::nullopt}, epsilon};
+  rotary("qk_norm_rotary_embedding_query", positions, inputs, outputs, 1, cos_sin_cache, head_size, is_neox, false,
+         &norms);
+  return outputs[0];
+}
+
+void qk_norm_rotary_embedding_query_out(const Tensor& positions, const Tensor& query, OptionalTensor query_weight,
+                                        const Tensor& cos_sin_cache, int64_t head_size, double epsilon, bool is_neox,
+                                        Tensor out) {
+  const Tensor* inputs[1] = {&query};
+  HeadNorms norms{{query_weight, std::nullopt}, epsilon};
+  rotary("qk_norm_rotary_embedding_query", positions, inputs, &out, 1, cos_sin_cache, head_size, is_neox, true, &norms);
 }
 
 }  // namespace irframework_vllm_c

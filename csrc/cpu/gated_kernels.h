@@ -1,4 +1,4 @@
-// Owns silu_and_mul and gelu_and_mul, plain and (silu) quantising. Included by kernels_body.h, inside the namespace of
+// Owns silu_and_mul and gelu_and_mul, plain and quantising. Included by kernels_body.h, inside the namespace of
 // one instruction set.
 
 template <Gate kGate>
@@ -48,6 +48,11 @@ IRF_INLINE bool gate_to_tensor(const GateArgs& a, const T* x, T* out) {
 // Through `scratch` with a fixed scale too: gate and codes in one loop need more registers than there are.
 template <Gate kGate, typename T>
 IRF_INLINE bool gate_to_codes(const GateArgs& a, const T* x, uint8_t* codes, int64_t row, T* scratch) {
+  if (a.groups.size > 0) {
+    TensorSink<false, T> sink{scratch};
+    gate_row<kGate>(x, sink, a.cols);
+    return quantise_groups_of_row(a.groups, (const T*)scratch, codes, a.scales, row, a.cols, a.stream);
+  }
   float scale;
   if (a.quantisation == Quantisation::dynamic) {
     MeasuringSink<T> sink{scratch, {U{}}};
@@ -68,10 +73,10 @@ static void gate_rows(const GateArgs& a, int64_t begin, int64_t end, void* scrat
   bool streamed = false;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = (const T*)a.x + cursor.offset;
-    if (kGate != Gate::silu || a.quantisation == Quantisation::none) {
+    if (a.quantisation == Quantisation::none) {
       streamed |= gate_to_tensor<kGate>(a, x, (T*)a.out + row * a.cols);
     } else {
-      streamed |= gate_to_codes<Gate::silu>(a, x, (uint8_t*)a.out + row * a.cols, row, (T*)scratch);
+      streamed |= gate_to_codes<kGate>(a, x, (uint8_t*)a.out + row * a.cols, row, (T*)scratch);
     }
     advance(cursor);
   }

@@ -9,8 +9,8 @@
 namespace irframework_vllm_c {
 
 // Each function works on rows (or tokens) [begin, end); a row is computed the same way whatever the range is. `scratch`
-// holds one row in the type of x where results are quantised in a second pass: by the norms with a scale for each row, by
-// silu always; else it may be null.
+// holds one row in the type of x where results are quantised in a second pass: by the norms with scales of their own, by
+// gated activations always; else it may be null.
 struct Kernels {
   const char* isa;
   void (*norm)(const NormArgs&, int64_t begin, int64_t end, void* scratch);

@@ -15,6 +15,7 @@ namespace IRF_NAMESPACE {
 
 #include "row_walk.h"
 #include "row_sinks.h"
+#include "group_codes.h"
 
 #include "attention_kernels.h"
 #include "cache_kernels.h"

@@ -101,6 +101,11 @@ template <typename T, typename WT>
 static bool write_codes(const NormArgs& a, const T* source, const WT* weight, float scale, int64_t row, int64_t out_offset,
                         T* scratch) {
   uint8_t* codes = (uint8_t*)a.out + out_offset;
+  if (a.groups.size > 0) {
+    TensorSink<false, T> sink{scratch};
+    write_scaled(source, sink, weight, scale, a.cols);
+    return quantise_groups_of_row(a.groups, (const T*)scratch, codes, a.scales, row, a.cols, a.stream);
+  }
   if (a.quantisation == Quantisation::dynamic) {
     MeasuringSink<T> sink{scratch, {U{}}};
     write_scaled(source, sink, weight, scale, a.cols);

@@ -28,6 +28,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def(
       "fused_add_rms_norm_dynamic_quant_fp8(Tensor x, Tensor(a!) x_residual, Tensor? weight, float epsilon)"
       " -> (Tensor, Tensor)");
+  m.def(
+      "fused_add_rms_norm_static_quant_fp8_functional(Tensor x, Tensor x_residual, Tensor? weight, Tensor scale, "
+      "float epsilon) -> (Tensor, Tensor)");
+  m.def(
+      "fused_add_rms_norm_dynamic_quant_fp8_functional(Tensor x, Tensor x_residual, Tensor? weight, float epsilon)"
+      " -> (Tensor, Tensor, Tensor)");
   m.def("silu_and_mul_static_quant_fp8(Tensor x, Tensor scale) -> Tensor");
   m.def("silu_and_mul_dynamic_quant_fp8(Tensor x) -> (Tensor, Tensor)");
   m.def(
@@ -40,6 +46,33 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def(
       "decode_attention(Tensor query, Tensor keys, Tensor values, Tensor cu_seqlens_q, Tensor? seq_lens, "
       "int? max_seqlen_k, Tensor? block_table, float scale, int? window, float? soft_cap, Tensor? sinks) -> Tensor");
+  m.def(
+      "qk_norm_rotary_embedding(Tensor positions, Tensor query, Tensor key, Tensor? query_weight, Tensor? key_weight, "
+      "Tensor cos_sin_cache, int head_size, float epsilon, bool is_neox) -> (Tensor, Tensor)");
+  m.def(
+      "qk_norm_rotary_embedding_query(Tensor positions, Tensor query, Tensor? query_weight, Tensor cos_sin_cache, "
+      "int head_size, float epsilon, bool is_neox) -> Tensor");
+  m.def(
+      "qk_norm_rotary_embedding_reshape_and_cache(Tensor positions, Tensor query, Tensor key, Tensor value, "
+      "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, Tensor? query_weight, Tensor? key_weight, "
+      "Tensor cos_sin_cache, int head_size, float epsilon, bool is_neox) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_group_quant_fp8(Tensor x, Tensor? weight, float epsilon, int group_size, bool column_major_scales, "
+      "bool power_of_two_scales) -> (Tensor, Tensor)");
+  m.def(
+      "fused_add_rms_norm_group_quant_fp8(Tensor x, Tensor(a!) x_residual, Tensor? weight, float epsilon, "
+      "int group_size, bool column_major_scales, bool power_of_two_scales) -> (Tensor, Tensor)");
+  m.def(
+      "fused_add_rms_norm_group_quant_fp8_functional(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, "
+      "int group_size, bool column_major_scales, bool power_of_two_scales) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "silu_and_mul_group_quant_fp8(Tensor x, int group_size, bool column_major_scales, bool power_of_two_scales)"
+      " -> (Tensor, Tensor)");
+  m.def("gelu_and_mul_static_quant_fp8(Tensor x, Tensor scale, bool tanh_approximation) -> Tensor");
+  m.def("gelu_and_mul_dynamic_quant_fp8(Tensor x, bool tanh_approximation) -> (Tensor, Tensor)");
+  m.def(
+      "gelu_and_mul_group_quant_fp8(Tensor x, bool tanh_approximation, int group_size, bool column_major_scales, "
+      "bool power_of_two_scales) -> (Tensor, Tensor)");
   m.def("gelu_new(Tensor x) -> Tensor");
   m.def("quick_gelu(Tensor x) -> Tensor");
   m.def("relu2(Tensor x) -> Tensor");
@@ -96,6 +129,25 @@ static void implement_on_the_cpu(torch::stable::detail::StableLibrary& m) {
   m.impl("fused_add_gemma_rms_norm", TORCH_BOX(&fused_add_gemma_rms_norm));
   m.impl("reshape_and_cache", TORCH_BOX(&reshape_and_cache));
   m.impl("rotary_embedding_reshape_and_cache", TORCH_BOX(&rotary_embedding_reshape_and_cache));
+  m.impl("qk_norm_rotary_embedding", TORCH_BOX(&qk_norm_rotary_embedding));
+  m.impl("qk_norm_rotary_embedding.out", TORCH_BOX(&qk_norm_rotary_embedding_out));
+  m.impl("qk_norm_rotary_embedding_query", TORCH_BOX(&qk_norm_rotary_embedding_query));
+  m.impl("qk_norm_rotary_embedding_query.out", TORCH_BOX(&qk_norm_rotary_embedding_query_out));
+  m.impl("qk_norm_rotary_embedding_reshape_and_cache", TORCH_BOX(&qk_norm_rotary_embedding_reshape_and_cache));
+  m.impl("rms_norm_group_quant_fp8", TORCH_BOX(&rms_norm_group_quant_fp8));
+  m.impl("rms_norm_group_quant_fp8.out", TORCH_BOX(&rms_norm_group_quant_fp8_out));
+  m.impl("fused_add_rms_norm_group_quant_fp8", TORCH_BOX(&fused_add_rms_norm_group_quant_fp8));
+  m.impl("fused_add_rms_norm_group_quant_fp8_functional", TORCH_BOX(&fused_add_rms_norm_group_quant_fp8_functional));
+  m.impl("fused_add_rms_norm_group_quant_fp8_functional.out",
+         TORCH_BOX(&fused_add_rms_norm_group_quant_fp8_functional_out));
+  m.impl("silu_and_mul_group_quant_fp8", TORCH_BOX(&silu_and_mul_group_quant_fp8));
+  m.impl("silu_and_mul_group_quant_fp8.out", TORCH_BOX(&silu_and_mul_group_quant_fp8_out));
+  m.impl("gelu_and_mul_static_quant_fp8", TORCH_BOX(&gelu_and_mul_static_quant_fp8));
+  m.impl("gelu_and_mul_static_quant_fp8.out", TORCH_BOX(&gelu_and_mul_static_quant_fp8_out));
+  m.impl("gelu_and_mul_dynamic_quant_fp8", TORCH_BOX(&gelu_and_mul_dynamic_quant_fp8));
+  m.impl("gelu_and_mul_dynamic_quant_fp8.out", TORCH_BOX(&gelu_and_mul_dynamic_quant_fp8_out));
+  m.impl("gelu_and_mul_group_quant_fp8", TORCH_BOX(&gelu_and_mul_group_quant_fp8));
+  m.impl("gelu_and_mul_group_quant_fp8.out", TORCH_BOX(&gelu_and_mul_group_quant_fp8_out));
   m.impl("decode_attention", TORCH_BOX(&decode_attention));
   m.impl("decode_attention.out", TORCH_BOX(&decode_attention_out));
 }

@@ -66,39 +66,14 @@ static float scale_of_all(const float* magnitudes, int64_t count) { return scale
 
 // ---- a scale for each group of a row -----------------------------------------------------------------------------
 
-// The smallest power of two that is not below a positive number; infinity and NaN stay. A carry out of the fraction raises
-// the exponent.
-IRF_INLINE float power_of_two_above(float scale) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &scale, sizeof bits);
-  if (bits >= 0x7f800000u) return scale;
-  bits = (bits + 0x7fffffu) & ~0x7fffffu;
-  __builtin_memcpy(&scale, &bits, sizeof scale);
-  return scale;
-}
-
-// Where the scale of a row's first group is, and how far it is to the next group's.
-IRF_INLINE int64_t first_scale(int64_t row, int64_t groups, int64_t tokens, bool column_major) {
-  return column_major ? row / tokens * groups * tokens + row % tokens : row * groups;
-}
-
 template <typename T>
 static void quantise_groups(const GroupQuantArgs& a, int64_t begin, int64_t end) {
   RowCursor cursor;
   seek(cursor, a.x_rows, begin);
-  const int64_t groups = a.cols / a.group_size, step = a.column_major ? a.tokens : 1;
   bool streamed = false;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = (const T*)a.x + cursor.offset;
-    uint8_t* codes = a.codes + row * a.cols;
-    float* scales = a.scales + first_scale(row, groups, a.tokens, a.column_major);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t at = group * a.group_size;
-      float scale = scale_of(largest_magnitude(x + at, a.group_size));
-      if (a.power_of_two) scale = power_of_two_above(scale);
-      scales[group * step] = scale;
-      streamed |= quantise_row(x + at, codes + at, 1.0f / scale, a.group_size, a.stream);
-    }
+    streamed |= quantise_groups_of_row(a.groups, x, a.codes + row * a.cols, a.scales, row, a.cols, a.stream);
     advance(cursor);
   }
   if (streamed) finish_stream();

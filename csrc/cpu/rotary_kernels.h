@@ -1,4 +1,4 @@
-// Owns rotary_embedding. Included by kernels_body.h, inside the namespace of one instruction set.
+// Owns rotary_embedding, alone and behind a norm of each head. Included by kernels_body.h, inside the namespace of one instruction set.
 
 constexpr int64_t kRotaryBlock = 256;  // cos and sin pairs that are widened at a time, on the stack
 
@@ -45,6 +45,38 @@ static void rotate_pairs(const T* x, T* to, const float* cos, const float* sin, 
   }
 }
 
+// Norms the heads of one token.
+template <typename T, typename WT>
+static void norm_heads_by(const RotaryArgs& a, const RotaryTensor& t, const T* in, T* out) {
+  for (int64_t head = 0; head < t.heads; ++head) {
+    const T* x = in + head * t.head_stride;
+    const float squares = sum_of_squares<false, T>(x, nullptr, nullptr, a.head_size);
+    const float scale = 1.0f / __builtin_sqrtf(squares / (float)a.head_size + a.epsilon);
+    TensorSink<false, T> sink{out + head * a.head_size};
+    write_scaled(x, sink, (const WT*)t.weight, scale, a.head_size);
+  }
+}
+
+template <typename T>
+static void norm_heads(const RotaryArgs& a, const RotaryTensor& t, const T* in, T* out) {
+  if (t.weight == nullptr) return norm_heads_by<T, NoWeight>(a, t, in, out);
+  switch (t.weight_type) {
+    case Type::f32:
+      return norm_heads_by<T, float>(a, t, in, out);
+    case Type::bf16:
+      return norm_heads_by<T, bf16>(a, t, in, out);
+    case Type::f16:
+      return norm_heads_by<T, f16>(a, t, in, out);
+  }
+}
+
+// Where the heads of one token are read.
+template <typename T>
+struct Heads {
+  const T* at;
+  int64_t stride;
+};
+
 template <typename T, typename CT>
 static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
   const int64_t pairs = a.rotary_dim / 2;
@@ -53,6 +85,17 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
   for (int k = 0; k < a.tensor_count; ++k) seek(cursors[k], a.tensors[k].token_rows, begin);
   for (int64_t token = begin; token < end; ++token) {
     const CT* cache = (const CT*)a.cache + a.positions[token] * a.cache_stride;
+    Heads<T> heads[2];
+    for (int k = 0; k < a.tensor_count; ++k) {
+      const RotaryTensor& t = a.tensors[k];
+      heads[k] = {(const T*)t.in + cursors[k].offset, t.head_stride};
+      if (a.normed) {  // into the result, where they are then rotated
+        T* out = (T*)t.out + token * t.heads * a.head_size;
+        norm_heads(a, t, heads[k].at, out);
+        heads[k] = {out, a.head_size};
+      }
+      advance(cursors[k]);
+    }
     for (int64_t block = 0; block < pairs; block += kRotaryBlock) {
       const int64_t count = pairs - block < kRotaryBlock ? pairs - block : kRotaryBlock;
       widen_row<T>(cache + block, cos, count);
@@ -67,7 +110,7 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
       for (int k = 0; k < a.tensor_count; ++k) {
         const RotaryTensor& t = a.tensors[k];
         for (int64_t head = 0; head < t.heads; ++head) {
-          const T* in = (const T*)t.in + cursors[k].offset + head * t.head_stride;
+          const T* in = heads[k].at + head * heads[k].stride;
           T* out = (T*)t.out + (token * t.heads + head) * a.head_size;
           if (a.neox) {
             rotate_halves(in + block, in + pairs + block, out + block, out + pairs + block, cos, sin, count);
@@ -77,15 +120,14 @@ static void rotary_tokens(const RotaryArgs& a, int64_t begin, int64_t end) {
         }
       }
     }
-    for (int k = 0; k < a.tensor_count; ++k) {
+    const int64_t rest = a.normed ? 0 : a.head_size - a.rotary_dim;
+    for (int k = 0; k < a.tensor_count && rest > 0; ++k) {
       const RotaryTensor& t = a.tensors[k];
-      const int64_t rest = a.head_size - a.rotary_dim;
-      for (int64_t head = 0; rest > 0 && head < t.heads; ++head) {
-        const T* in = (const T*)t.in + cursors[k].offset + head * t.head_stride + a.rotary_dim;
+      for (int64_t head = 0; head < t.heads; ++head) {
+        const T* in = heads[k].at + head * heads[k].stride + a.rotary_dim;
         T* out = (T*)t.out + (token * t.heads + head) * a.head_size + a.rotary_dim;
         __builtin_memcpy(out, in, rest * sizeof(T));
       }
-      advance(cursors[k]);
     }
   }
 }

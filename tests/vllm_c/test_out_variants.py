@@ -28,6 +28,12 @@ ARGUMENTS: dict[str, Callable[[torch.dtype], tuple[object, ...]]] = {
         *(torch.arange(7, dtype=torch.int32), torch.ones(6, dtype=torch.int32), None, None, 0.25, None, None, None),
     ),
     "fused_add_rms_norm_functional": lambda dtype: (X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), 1e-6),
+    "fused_add_rms_norm_static_quant_fp8_functional": lambda dtype: (
+        *(X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), SCALE, 1e-6),
+    ),
+    "fused_add_rms_norm_dynamic_quant_fp8_functional": lambda dtype: (
+        *(X.to(dtype), X.flip(0).to(dtype), WEIGHT.to(dtype), 1e-6),
+    ),
     "static_quant_fp8": lambda dtype: (X.to(dtype), SCALE),
     "dynamic_quant_fp8": lambda dtype: (X.to(dtype),),
     "rms_norm_static_quant_fp8": lambda dtype: (X.to(dtype), WEIGHT.to(dtype), SCALE, 1e-6),

@@ -17,11 +17,12 @@ PROVIDER = "vllm_c"
 @ir.hookimpl
 def irframework_register_impls() -> None:
     """Registers provider `vllm_c` for the standard ops."""
-    from irframework_vllm_c import attention, cpu_only, implementations
+    from irframework_vllm_c import attention, cpu_only, fused, implementations
 
     implementations.register(PROVIDER)
     cpu_only.register(PROVIDER)
     attention.register(PROVIDER)
+    fused.register(PROVIDER)
 
 
 @ir.hookimpl

@@ -1,21 +1,18 @@
 """Owns the implementations that only the CPU library has kernels for: activations, quantisations, Gemma's norms.
 
-Those for every device, and attention and its cache, are elsewhere.
+Those for every device, attention and its cache, and fused ops are elsewhere.
 """
 
 import statistics
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_vllm_c.implementations import FLOATS, KERNELS, kernels_load
-from irframework_vllm_c.library import NAMESPACE
+from irframework_vllm_c.implementations import FLOATS, KERNELS, kernels_load, out_variants
 
 FUNCTIONAL_KERNELS = (
     "gelu_new",
@@ -39,21 +36,8 @@ def supported() -> bool | ir.Rejected:
     """Whether the CPU kernels load here; the reason when they do not."""
     loaded = kernels_load()
     if loaded is True:
-        out_variants()
+        out_variants(FUNCTIONAL_KERNELS)
     return loaded
-
-
-@cache
-def out_variants() -> Library:
-    """Declares the `.out` overloads of these kernels, once.
-
-    Returns:
-        What keeps them declared.
-    """
-    library = Library(NAMESPACE, "FRAGMENT")
-    for name in FUNCTIONAL_KERNELS:
-        ir.define_out_variant(library, name)
-    return library
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

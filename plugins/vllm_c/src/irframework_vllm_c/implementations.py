@@ -27,6 +27,8 @@ FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 FUNCTIONAL_KERNELS = (
     "rms_norm",
     "fused_add_rms_norm_functional",
+    "fused_add_rms_norm_static_quant_fp8_functional",
+    "fused_add_rms_norm_dynamic_quant_fp8_functional",
     "silu_and_mul",
     "gelu_and_mul",
     "rotary_embedding",
@@ -66,7 +68,7 @@ def kernels_load() -> bool | ir.Rejected:
         instruction_set()
     except (KernelsNotLoadedError, ValueError) as error:
         return ir.reject(str(error))
-    out_variants()
+    out_variants(FUNCTIONAL_KERNELS)
     return True
 
 
@@ -76,19 +78,22 @@ def cuda_kernels_load() -> bool | ir.Rejected:
         load_cuda_kernels()
     except KernelsNotLoadedError as error:
         return ir.reject(str(error))
-    out_variants()
+    out_variants(FUNCTIONAL_KERNELS)
     return True
 
 
 @cache
-def out_variants() -> Library:
-    """Declares the `.out` overloads of the functional kernels, once; their kernels are in the library.
+def out_variants(kernels: tuple[str, ...]) -> Library:
+    """Declares the `.out` overloads of functional kernels, once; their kernels are in the library.
+
+    Args:
+        kernels: Names of their torch ops.
 
     Returns:
         What keeps them declared.
     """
     library = Library(NAMESPACE, "FRAGMENT")
-    for name in FUNCTIONAL_KERNELS:
+    for name in kernels:
         ir.define_out_variant(library, name)
     return library
 
@@ -255,18 +260,20 @@ def fused_add_rms_norm_static_quant_fp8_functional(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     """See `irframework.ops.fused_add_rms_norm_static_quant_fp8`; overwrites nothing."""
-    return fused_add_rms_norm_static_quant_fp8(x, _own(x_residual), weight, scale, epsilon)
+    pair: tuple[Tensor, Tensor] = KERNELS.fused_add_rms_norm_static_quant_fp8_functional.default(
+        x, x_residual, weight, scale, epsilon
+    )
+    return pair
 
 
 def fused_add_rms_norm_dynamic_quant_fp8_functional(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `irframework.ops.fused_add_rms_norm_dynamic_quant_fp8`; overwrites nothing."""
-    return fused_add_rms_norm_dynamic_quant_fp8(x, _own(x_residual), weight, epsilon)
-
-
-def _own(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+    three: tuple[Tensor, Tensor, Tensor] = KERNELS.fused_add_rms_norm_dynamic_quant_fp8_functional.default(
+        x, x_residual, weight, epsilon
+    )
+    return three
 
 
 def silu_and_mul_static_quant_fp8(x: Tensor, scale: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,6 +262,40 @@ def _codes_and_group_scales(
     return _codes(x), x.new_empty(shape, dtype=torch.float32)
 
 
+def _normed_codes_and_group_scales(
+    x: Tensor, weight: Tensor | None, epsilon: float, *grouping: Any
+) -> tuple[Tensor, Tensor]:
+    return _codes_and_group_scales(x, *grouping)
+
+
+def _added_codes_and_group_scales(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, *grouping: Any
+) -> tuple[Tensor, Tensor]:
+    return _codes_and_group_scales(x, *grouping)
+
+
+def _codes_group_scales_and_sum(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, *grouping: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_codes_and_group_scales(x, *grouping), _like(x)
+
+
+def _codes_scales_and_sum(x: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return *_codes_and_scales(x), _like(x)
+
+
+def _codes_and_sum(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return _codes(x), _like(x)
+
+
+def _gated_codes_and_group_scales(x: Tensor, *grouping: Any) -> tuple[Tensor, Tensor]:
+    return _codes_and_group_scales(_gated(x), *grouping)
+
+
+def _gelu_codes_and_group_scales(x: Tensor, tanh_approximation: bool, *grouping: Any) -> tuple[Tensor, Tensor]:
+    return _codes_and_group_scales(_gated(x), *grouping)
+
+
 def _values(q: Tensor, scale: Tensor, dtype: torch.dtype, column_major_scales: bool) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
@@ -290,6 +325,18 @@ def _register_fakes(path: str) -> None:
         "fused_add_rms_norm_dynamic_quant_fp8": _codes_and_scales,
         "silu_and_mul_static_quant_fp8": _gated_codes,
         "silu_and_mul_dynamic_quant_fp8": _gated_codes_and_scales,
+        "fused_add_rms_norm_static_quant_fp8_functional": _codes_and_sum,
+        "fused_add_rms_norm_dynamic_quant_fp8_functional": _codes_scales_and_sum,
+        "qk_norm_rotary_embedding": _rotated_pair,
+        "qk_norm_rotary_embedding_query": _rotated,
+        "qk_norm_rotary_embedding_reshape_and_cache": _rotated_pair,
+        "rms_norm_group_quant_fp8": _normed_codes_and_group_scales,
+        "fused_add_rms_norm_group_quant_fp8": _added_codes_and_group_scales,
+        "fused_add_rms_norm_group_quant_fp8_functional": _codes_group_scales_and_sum,
+        "silu_and_mul_group_quant_fp8": _gated_codes_and_group_scales,
+        "gelu_and_mul_static_quant_fp8": _gated_codes,
+        "gelu_and_mul_dynamic_quant_fp8": _gated_codes_and_scales,
+        "gelu_and_mul_group_quant_fp8": _gelu_codes_and_group_scales,
         "gelu_new": _like,
         "quick_gelu": _like,
         "relu2": _like,
