@@ -44,7 +44,8 @@ class Definitions:
         mode = fake_mode_of((*arguments, result))
         if mode is None:
             return None
-        key = (op.name, None if body is None else body.fn, *map(_kind, arguments))
+        kinds = (argument_key(argument, offsets=False) for argument in arguments)
+        key = (op.name, None if body is None else body.fn, *kinds)
         if registry.generation != _kept_for[0]:
             _kept.clear()
             _kept_for[0] = registry.generation
@@ -92,19 +93,23 @@ def _symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _kind(value: Any) -> Any:
-    """What of an argument a definition may depend on."""
+def argument_key(value: Any, offsets: bool) -> Any:
+    """What of an argument a trace may depend on.
+
+    Args:
+        value: The argument.
+        offsets: Whether where tensors start in their storages counts: an implementation may ask for it, a definition is
+            the same wherever they start.
+    """
     if isinstance(value, (list, tuple)):
-        return (type(value), *map(_kind, value))
+        return (type(value), *(argument_key(item, offsets) for item in value))
     if isinstance(value, torch.Tensor):
-        numbers = (*value.shape, -1, *value.stride())
-        return (value.dtype, value.device, value.layout, tuple(map(_kind, numbers)))
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        numbers = (*value.shape, -1, *value.stride(), value.storage_offset() if offsets else 0)
+        return (value.dtype, value.device, value.layout, tuple(argument_key(number, offsets) for number in numbers))
+    if _symbolic(value):
         return ("symbolic", value.node.expr)
-    if isinstance(value, float):
-        return (float, repr(value))
     try:
         hash(value)
     except TypeError:
         return ("object", id(value))
-    return (type(value), value)
+    return (type(value), repr(value) if isinstance(value, float) else value)  # nan, and 0.0 beside -0.0

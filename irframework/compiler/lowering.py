@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from irframework import bisecting, contract, symbolic
 from irframework.compiler.aliasing import Aliasing, effects_of
 from irframework.compiler.clones import KeptCopy
-from irframework.compiler.definitions import fresh
+from irframework.compiler.definitions import argument_key, fresh
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
@@ -127,7 +127,7 @@ class _Run:
         return nested
 
     def _template(self, op: IrOp, impl: IrOpImpl, values: tuple[Any, ...], node: Node) -> Template:
-        key = (op.name, impl.provider, impl.inplace, *(_argument_key(value) for value in values))
+        key = (op.name, impl.provider, impl.inplace, *(argument_key(value, offsets=True) for value in values))
         template = self.templates.get(key)
         if template is None:
             template = self.templates[key] = _make_template(op, impl, values, node)
@@ -207,26 +207,6 @@ def _is_sure_to_be_copied(argument: Node) -> bool:
 def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     values: tuple[Any, ...] = map_arg(arguments, lambda argument: argument.meta["val"])
     return values
-
-
-def _argument_key(value: object) -> object:
-    """What of an argument a trace may depend on."""
-    if isinstance(value, torch.Tensor):
-        numbers = (*value.shape, -1, *value.stride(), value.storage_offset())
-        return (value.dtype, value.device, value.layout, tuple(map(_number_key, numbers)))
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_argument_key, value))
-    return _number_key(value)
-
-
-def _number_key(value: object) -> object:
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("symbolic", value.node.expr)
-    try:
-        hash(value)
-    except TypeError:
-        return ("object", id(value))
-    return (type(value), repr(value) if isinstance(value, float) else value)  # nan, and 0.0 beside -0.0
 
 
 def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) -> Template:
