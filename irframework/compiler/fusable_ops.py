@@ -67,6 +67,16 @@ def _derived(op: IrOp) -> list[Skeleton]:
     if fault is not None:
         _tell(op, fault)
         return []
+    if not found and not _is_standard(op):
+        say_once(
+            logging.WARNING,
+            ("fuse", op.name),
+            "Op %s (%s) is declared with fuse, and no part of a graph can become it: no arguments that it takes could be "
+            "guessed, or its body is too long. @ir.ops.%s.register_input_generator shows how it is called.",
+            op.name,
+            op.source,
+            op.name,
+        )
     for spelling in op.spellings:
         wrong = wrong_spelling(op, spelling)
         if wrong is not None:
@@ -93,8 +103,12 @@ def _derived(op: IrOp) -> list[Skeleton]:
     return found
 
 
+def _is_standard(op: IrOp) -> bool:
+    return str(getattr(op.native, "__module__", "")).startswith("irframework.")
+
+
 def _belongs_to_the_program(op: IrOp) -> bool:
-    return op.plugin is None and not str(getattr(op.native, "__module__", "")).startswith("irframework.")
+    return op.plugin is None and not _is_standard(op)
 
 
 def _tell(op: IrOp, error: IrError) -> None:

@@ -74,7 +74,7 @@ def _difference(op: IrOp, spelling: IrOpImpl, arguments: tuple[Any, ...], dtype:
         return None  # no call of this op
     called = f"for {str(dtype).removeprefix('torch.')} arguments"
     try:
-        with FakeTensorMode() as mode:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             faked = _tuple(spelling.apply(tuple(_faked(value, mode) for value in arguments)))
         got = _tuple(spelling.apply(_copies(arguments)))
     except Exception as error:

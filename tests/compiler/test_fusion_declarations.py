@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from compiler_support import run
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -144,12 +145,19 @@ def test_strict_mode_makes_an_error_of_it(fused, configured):
         searched(double, X)
 
 
-def test_a_body_for_which_no_arguments_can_be_guessed_is_no_error(fused):
+def test_the_error_reaches_whoever_compiles(fused):
+    fused(writes)
+    with pytest.raises(Exception, match="overwrites a tensor that it was given"):
+        run(double, X)
+
+
+def test_a_body_for_which_no_arguments_can_be_guessed_is_no_error(fused, caplog):
     def of_four_dimensions(x: Tensor) -> Tensor:
         return torch.tanh(x.permute(0, 2, 1, 3)) * 2
 
-    fused(of_four_dimensions)
+    op = fused(of_four_dimensions)
     assert searched(double, X).fusions == {}
+    assert f"Op {op.name} ({op.source}) is declared with fuse, and no part of a graph can become it" in caplog.text
 
 
 # --- two ops with one body -----------------------------------------------------------------------------------------

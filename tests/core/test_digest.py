@@ -373,7 +373,7 @@ def test_digest_of_an_op_changes_with(declare, change):
     elif change == "shape function":
         second.register_fake(lambda x, weight=None, epsilon=1e-6: x)
     elif change == "fuse":
-        first, second = declare(fuse=ir.supports(ndim=2)), declare(fuse=ir.supports(ndim=3))
+        first, second = declare(fuse=ir.supports(dtype=torch.float32)), declare(fuse=ir.supports(dtype=torch.float64))
     elif change == "allow_inplace":
         second = declare(allow_inplace=True)
     else:
