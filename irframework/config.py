@@ -7,7 +7,7 @@ and `settings.py`.
 import argparse
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from irframework import fusion_state
 from irframework.custom_op_rules import parse_rules, rules_in_force
@@ -58,6 +58,8 @@ class KernelConfig(_Model):
             `rms_norm=a,b;silu_and_mul=c`.
         fusion: Whether compiled graphs may be rewritten to use fused ops.
         disable_fusions: Fused ops that no part of a graph is made, in a list or a comma string.
+        sequence_parallel: From how many tokens on every process norms its part of the tokens only, behind sums over
+            processes; 0: never. The same in all processes of a group.
         autotune: Whether providers may measure to choose between their kernels. No provider here does so yet.
         strict: Whether a plugin that fails raises instead of being quarantined.
         batch_invariant: Only implementations that are declared batch invariant may be chosen, or native.
@@ -73,6 +75,7 @@ class KernelConfig(_Model):
     ir_op_priority: dict[str, list[str]] = {}
     fusion: bool = True
     disable_fusions: list[str] = []
+    sequence_parallel: int = Field(default=0, ge=0)
     autotune: bool = False
     strict: bool = False
     batch_invariant: bool = False
@@ -127,7 +130,7 @@ class KernelConfig(_Model):
                 lists[key.partition(".")[2]] = value
         switches = {
             name: given[f"ir_{name}"]
-            for name in ("fusion", "autotune", "strict", "batch_invariant")
+            for name in ("fusion", "autotune", "strict", "batch_invariant", "sequence_parallel")
             if given.get(f"ir_{name}") is not None
         }
         values: dict[str, Any] = {"ir_op_priority": lists} if lists else {}
@@ -164,6 +167,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ir-disable-fusions", metavar="OP,...", help="fused ops that no part of a compiled graph is made"
+    )
+    group.add_argument(
+        "--ir-sequence-parallel", metavar="TOKENS", help="from so many tokens on, processes divide norms; 0: never"
     )
     for name, what in (
         ("fusion", "rewrite compiled graphs to use fused ops"),
@@ -226,6 +232,7 @@ def current_config() -> KernelConfig:
         ir_op_priority=lists,
         fusion=state.on,
         disable_fusions=[name for name in state.without if name in known],
+        sequence_parallel=effective("sequence_parallel"),
         autotune=autotune,
         strict=effective("strict"),
         batch_invariant=effective("batch_invariant"),

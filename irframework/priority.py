@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from irframework.custom_op_rules import native_only
 from irframework.errors import PrioritySyntaxError, UnknownProviderError, suggest
 from irframework.registry import registry
-from irframework.settings import effective, layers, settings
+from irframework.settings import SWITCHES_OF_COMPILED_CODE, effective, layers, settings
 from irframework.untraced import breaks_graph, run_untraced
 
 if TYPE_CHECKING:
@@ -362,7 +362,7 @@ def snapshot(mode: str) -> Mapping[str, str]:
     key = (mode, _context.get(), _option.get())
     found = _snapshots.get(key)
     if found is None:
-        switches = " ".join(str(effective(name)) for name in ("batch_invariant", "fusion", "disable_fusions"))
+        switches = str([effective(name) for name in SWITCHES_OF_COMPILED_CODE])
         found = _snapshots[key] = {name: _digest(op, mode, switches) for name, op in sorted(registry.ops.items())}
     return found
 

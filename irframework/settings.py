@@ -18,6 +18,7 @@ from irframework.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PREFIX = "IRFRAMEWORK_"
+SWITCHES_OF_COMPILED_CODE = ("batch_invariant", "fusion", "disable_fusions", "sequence_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Settings:
     logging_level: str | None
     fusion: bool
     disable_fusions: tuple[str, ...]
+    sequence_parallel: int
     disable_passes: tuple[str, ...]
     platform: str | None
     check_donation: bool
@@ -63,7 +65,7 @@ layers = Layers()
 
 
 def effective(name: str) -> Any:
-    """Return the value in force of a switch (`strict`, `batch_invariant`, `fusion`, `disable_fusions`)."""
+    """Return the value in force of a switch (`strict`, `batch_invariant`, `fusion`, ...)."""
     layer = getattr(layers, origin(name), None)
     return getattr(settings() if layer is None else layer, name)
 
@@ -106,6 +108,10 @@ def _count(text: str) -> int | None:
     return int(text)
 
 
+def _tokens(text: str) -> int:
+    return _count(text) or 0
+
+
 def _level(text: str) -> str | None:
     level = text.strip().upper()
     if not level:
@@ -124,6 +130,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("LOGGING_LEVEL", _level, None, "level of the logger `irframework` (DEBUG, INFO, ...)"),
     Variable("FUSION", _flag, True, "0: what computes a fused op's definition is not made that op"),
     Variable("DISABLE_FUSIONS", _names, (), "fused ops that no part of a graph is made (comma list)"),
+    Variable("SEQUENCE_PARALLEL", _tokens, 0, "from so many tokens on, processes divide norms; 0: off"),
     Variable("DISABLE_PASSES", _names, (), "compiler passes that are skipped (comma list)"),
     Variable("PLATFORM", _word, None, "use this platform instead of the detected one"),
     Variable("CHECK_DONATION", _flag, False, "1: eager calls find who uses a tensor after `maybe_inplace` took it"),

@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "MoE": ("mixture_of_experts",),
     "Mamba": ("state_space", "state_space_dual", "causal_convolution"),
     "convolution": ("convolution",),
-    "collectives": ("collectives",),
+    "collectives": ("collectives", "fused_collectives"),
 }
 
 

@@ -6,6 +6,7 @@ numbers. Does not number values (`values.py`), nor compare anything.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
     from irframework.op import IrOp
 
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LARGEST = 96  # torch ops; an op with a longer definition stays one op wherever it is met
 _kept: dict[Any, Expansion | None] = {}
 _kept_for: list[int] = [-1]
@@ -56,14 +58,21 @@ class Definitions:
 
     def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
         own = [fresh(argument, mode) for argument in arguments]
+        _FAKE_LOG.addFilter(_nothing)  # torch logs what is a refusal here as an error
         try:
             traced = trace(lambda *given: body.apply(given), own, mode)
         except Exception:  # the definition refuses such arguments, or cannot be traced
             return None
+        finally:
+            _FAKE_LOG.removeFilter(_nothing)
         traced.module.graph.eliminate_dead_code()
         if traced.written or len(traced.module.graph.nodes) > _LARGEST:
             return None
         return Expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:

@@ -164,7 +164,7 @@ def _all_steps(stage: str, lowering: Lowering, given: Given, disabled: frozenset
 def _dividing() -> list[Step]:
     """Sequence parallelism stands before fusion, which finds what it leaves and what it makes."""
     tokens = effective("sequence_parallel")
-    if tokens is None:
+    if not tokens:
         return []
 
     def divide(graph: Graph, context: Context) -> None:
@@ -358,7 +358,9 @@ class _PostGradPass(InferenceAwarePass):  # type: ignore[misc]
                 fusion_state.warn()
             steps = self._steps()
             fusing = is_inference and self.stage == BEFORE and any(step.name == fusion_state.PASS for step in steps)
-            if _concerns_us(graph) or any(step.origin for step in steps) or (fusing and worth_a_look(graph)):
+            dividing = is_inference and any(step.name == sequence_parallel.NAME for step in steps)
+            looks = (fusing and worth_a_look(graph)) or (dividing and sequence_parallel.worth_a_look(graph))
+            if looks or _concerns_us(graph) or any(step.origin for step in steps):
                 report = current_report()
                 assert report is not None
                 bisecting.met_passes([step.name for step in steps if step.name not in _NEEDED])

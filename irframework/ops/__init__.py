@@ -34,6 +34,12 @@ from irframework.ops.fused_block_quantization import (
     silu_and_mul_group_quant_fp8,
     silu_and_mul_quant_nvfp4,
 )
+from irframework.ops.fused_collectives import (
+    all_gather_linear,
+    all_reduce_fused_add_rms_norm,
+    all_reduce_rms_norm,
+    linear_reduce_scatter,
+)
 from irframework.ops.fused_quantization import (
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_static_quant_fp8,
@@ -72,7 +78,10 @@ if _TYPE_CHECKING:
 
 __all__ = [
     "all_gather",
+    "all_gather_linear",
     "all_reduce",
+    "all_reduce_fused_add_rms_norm",
+    "all_reduce_rms_norm",
     "apply_rotary_emb",
     "attention",
     "causal_conv1d",
@@ -106,6 +115,7 @@ __all__ = [
     "grouped_topk",
     "layer_norm",
     "linear",
+    "linear_reduce_scatter",
     "logits",
     "mamba2_chunk_scan",
     "mixer2_gated_rms_norm",

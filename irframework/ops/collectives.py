@@ -6,7 +6,7 @@ arguments, and not how many processes a name stands for. All processes of a grou
 
 Private torch API, read in 2.11 and 2.13: `torch.ops._c10d_functional` (`all_reduce`, `all_gather_into_tensor`,
 `reduce_scatter_tensor`, `wait_tensor`), whose shape functions are in `torch.distributed._functional_collectives`, and
-`torch.distributed.distributed_c10d._resolve_process_group`.
+`torch.distributed.distributed_c10d._resolve_process_group` and `_world.pg_names`.
 """
 
 from collections.abc import Iterator
@@ -138,30 +138,45 @@ def _check(op: str, x: Tensor, group: str, reduction: str, group_size: int | Non
         raise ArgumentError(f"Op {op!r}: argument 'x' must be numbers, it has dtype {x.dtype}.")
     if group_size is not None and group_size < 1:
         raise ArgumentError(f"Op {op!r}: group_size={group_size} must be at least 1.")
-    size = 1 if group == _ALONE else _size_of(op, group)
+    size = 1 if group == _ALONE else int(group_named(op, group).size())
     if group_size is not None and group_size != size:
         who = "this process alone" if group == _ALONE else f"group {group!r}"
         raise ArgumentError(f"Op {op!r}: group_size={group_size}, but {who} has size {size}.")
 
 
-def _size_of(op: str, group: str) -> int:
+def group_named(op: str, name: str) -> Any:
+    """Return the process group of a name.
+
+    Raises:
+        ArgumentError: There is none; names the op.
+    """
     from torch import distributed
 
     if not distributed.is_available() or not distributed.is_initialized():
         raise ArgumentError(
-            f"Op {op!r}: there is no process group {group!r}, torch.distributed is not initialised. Call "
+            f"Op {op!r}: there is no process group {name!r}, torch.distributed is not initialised. Call "
             "torch.distributed.init_process_group first; the empty name means this process alone."
         )
     from torch.distributed import distributed_c10d as c10d
 
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
     try:
-        return int(resolve(group).size())
+        return resolve(name)
     except RuntimeError:
         raise ArgumentError(
-            f"Op {op!r}: there is no process group {group!r}. Give the name of one, process_group.group_name; that of "
+            f"Op {op!r}: there is no process group {name!r}. Give the name of one, process_group.group_name; that of "
             f"all processes is {distributed.group.WORLD.group_name!r}."  # type: ignore[union-attr]
         ) from None
+
+
+def group_sizes() -> dict[str, int]:
+    """Return the sizes of all process groups of this process, by name; none where torch.distributed is not in use."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return {}
+    names: Any = distributed.distributed_c10d._world.pg_names
+    return {name: group.size() for group, name in sorted(names.items(), key=lambda item: str(item[1]))}
 
 
 def _dimension(op: str, x: Tensor, dim: int) -> int:

@@ -26,6 +26,7 @@ MATTERS = {  # for each field a value other than the default's; None where no co
     "ir_op_priority": {"rms_norm": ["native"]},
     "fusion": False,
     "disable_fusions": ["fused_add_rms_norm"],
+    "sequence_parallel": 64,
     "batch_invariant": True,
     "custom_ops": ["all", "-rms_norm"],
     "strict": None,  # how a plugin's failure is told
@@ -62,6 +63,7 @@ VARIABLE_MATTERS = {
     "BATCH_INVARIANT": "1",
     "FUSION": "0",
     "DISABLE_FUSIONS": "fused_add_rms_norm",
+    "SEQUENCE_PARALLEL": "64",
     "DISABLE_PASSES": "remove_copies",
     "BISECT_LIMIT": "3",
     "PLUGINS": None,  # what is loaded is decided once per process; in the key by what is registered

@@ -51,6 +51,7 @@ def test_defaults():
         "batch_invariant": False,
         "custom_ops": [],
         "disable_fusions": [],
+        "sequence_parallel": 0,
     }
 
 

@@ -1,0 +1,163 @@
+"""Fused ops with collectives: their parts bit for bit, and by which provider they are fused. Values of two processes
+are in `test_two_processes.py`."""
+
+import pytest
+import torch
+from parallel_support import EPSILON, HIDDEN, group_without_processes, made_of
+
+import irframework as ir
+from irframework.distributed import enable_symmetric_memory, symmetric_memory
+from irframework.errors import DeviceUnavailableError
+
+NAMES = ("all_reduce_rms_norm", "all_reduce_fused_add_rms_norm", "linear_reduce_scatter", "all_gather_linear")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def parts(name, x, residual, weight, matrix, bias):
+    """Each op as its parts, for a process alone."""
+    ops = ir.ops
+    return {
+        "all_reduce_rms_norm": lambda: (ops.rms_norm(ops.all_reduce(x, ""), weight, EPSILON), x),
+        "all_reduce_fused_add_rms_norm": lambda: ops.fused_add_rms_norm(
+            ops.all_reduce(x, ""), residual, weight, EPSILON
+        ),
+        "linear_reduce_scatter": lambda: (ops.reduce_scatter(ops.linear(x, matrix, bias), "", 1),),
+        "all_gather_linear": lambda: (ops.linear(ops.all_gather(x, "", 1), matrix, bias),),
+    }[name]()
+
+
+def called(name, x, residual, weight, matrix, bias):
+    arguments = {
+        "all_reduce_rms_norm": (x, weight, EPSILON, ""),
+        "all_reduce_fused_add_rms_norm": (x, residual, weight, EPSILON, ""),
+    }.get(name, (x, matrix, bias, "", 1))
+    made = getattr(ir.ops, name)(*arguments)
+    return made if isinstance(made, tuple) else (made,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fused_op_is_its_parts_bit_for_bit(name, dtype):
+    x, residual = (torch.randn(3, HIDDEN).to(dtype) for _ in range(2))
+    weight, matrix, bias = (torch.randn(size).to(dtype) for size in ((HIDDEN,), (5, HIDDEN), (5,)))
+    given = (x, residual, weight, matrix, bias)
+    for one, other in zip(called(name, *given), parts(name, *given), strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other)
+
+
+@pytest.fixture
+def provider():
+    """Registers a provider that does what native does, for ops by name."""
+    taken = []
+
+    def register(name):
+        op = getattr(ir.ops, name)
+
+        def implementation(*args):
+            return op.native(*args)
+
+        implementation.__signature__ = op.signature
+        op.register_impl("stand_in")(implementation)
+        taken.append(op)
+
+    yield register
+    for op in taken:
+        op.unregister_impl("stand_in")
+
+
+@pytest.fixture
+def fusing(configured):
+    """Only the ops of this module are fused: deriving all other definitions takes seconds."""
+
+    def configure(**values):
+        others = [name for name in ir.ops.__all__ if getattr(ir.ops, name).fuse and name not in NAMES]
+        configured(disable_fusions=others, **values)
+
+    return configure
+
+
+def program(name, group):
+    """A program that holds the op's parts, for a group of two."""
+    weight, matrix = torch.ones(HIDDEN), torch.randn(5, HIDDEN)
+    return {
+        "all_reduce_rms_norm": lambda x: (ir.ops.rms_norm(s := ir.ops.all_reduce(x, group), weight, EPSILON), s),
+        "all_reduce_fused_add_rms_norm": lambda x: ir.ops.fused_add_rms_norm(
+            ir.ops.all_reduce(x, group), x, weight, EPSILON
+        ),
+        "linear_reduce_scatter": lambda x: ir.ops.reduce_scatter(ir.ops.linear(x, matrix), group, 2),
+        "all_gather_linear": lambda x: ir.ops.linear(ir.ops.all_gather(x, group, 2), matrix, matrix[:, 0]),
+    }[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_parts_are_fused_for_a_provider_that_takes_it(name, provider, fusing):
+    fusing()
+    provider(name)
+    with group_without_processes(2) as group, ir.priority({name: "stand_in"}):
+        made = made_of(program(name, group), torch.randn(4, HIDDEN))
+    assert made.report.fusions == {name: 1}
+    assert set(made.report.selected_impls[name].values()) == {"stand_in"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_provider_its_parts_stay(name, fusing):
+    fusing()
+    with group_without_processes(2) as group:
+        made = made_of(program(name, group), torch.randn(4, HIDDEN))
+    assert made.report.fusions == {}
+    assert [miss.reason for miss in made.report.missed_fusions if miss.op == name] == ["only native would run it"]
+
+
+def test_a_sum_that_somebody_else_reads_is_not_hidden_in_a_fused_op(provider, fusing):
+    fusing()
+    provider("all_reduce_fused_add_rms_norm")
+
+    def program(x, group):
+        total = ir.ops.all_reduce(x, group)
+        return *ir.ops.fused_add_rms_norm(total, x, None, EPSILON), total
+
+    with group_without_processes(2) as group, ir.priority(all_reduce_fused_add_rms_norm="stand_in"):
+        made = made_of(lambda x: program(x, group), torch.randn(4, HIDDEN))
+    assert made.report.fusions == {}
+    assert "is also used by output" in made.report.missed_fusions[0].reason
+
+
+# --- torch's kernels in symmetric memory -----------------------------------------------------------------------------
+
+
+def test_symmetric_memory_needs_cuda_and_a_group():
+    with pytest.raises(DeviceUnavailableError, match="needs CUDA and a process group"):
+        enable_symmetric_memory()
+
+
+@pytest.fixture
+def shared():
+    """The provider `symm_mem`, as it is registered where somebody asks for it."""
+    symmetric_memory.register()
+    yield symmetric_memory.PROVIDER
+    for op in (ir.ops.linear_reduce_scatter, ir.ops.all_gather_linear, ir.ops.all_reduce):
+        op.unregister_impl(symmetric_memory.PROVIDER)
+
+
+@pytest.mark.parametrize("name", ["linear_reduce_scatter", "all_gather_linear", "all_reduce"])
+def test_a_group_that_nobody_asked_for_shares_no_memory_and_it_is_said(name, shared):
+    x = torch.empty(16, 16, device="meta", dtype=torch.bfloat16)
+    arguments = (x, "0") if name == "all_reduce" else (x, x, None, "0", 2)
+    decline = getattr(ir.ops, name).impls[shared].supports_args(*arguments)
+    assert "group '0' shares no memory" in decline.reason
+    assert "enable_symmetric_memory" in decline.reason
+
+
+@pytest.mark.parametrize("reduction", ["max", "product"])
+def test_only_sums_are_one_shot(reduction, shared):
+    x = torch.empty(16, 16, device="meta")
+    assert ir.ops.all_reduce.impls[shared].supports_args(x, "0", reduction).reason == "only sums are one-shot"
+
+
+def test_which_groups_share_memory_is_in_the_cache_key(monkeypatch):
+    from irframework.compiler.pipeline import PrePass
+
+    before = PrePass().uuid()
+    monkeypatch.setitem(symmetric_memory._buffers, "0", torch.empty(8, dtype=torch.uint8))
+    assert PrePass().uuid() != before
