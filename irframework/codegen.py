@@ -81,9 +81,15 @@ NUMBER_TYPES = (float, int, bool, str)
 
 def number_type(annotation: Any) -> type | None:
     """`float` for float and `float | None`; None for what a dispatcher does not check by class."""
+    kind = plain_class(annotation)
+    return kind if kind in NUMBER_TYPES else None
+
+
+def plain_class(annotation: Any) -> type | None:
+    """What a dispatcher checks an argument by that is no tensor: as `number_type`, and torch.dtype for dtypes."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     kinds = [kind for kind in (typing.get_args(annotation) if union else (annotation,)) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 and kinds[0] in NUMBER_TYPES else None
+    return kinds[0] if len(kinds) == 1 and kinds[0] in (*NUMBER_TYPES, torch.dtype) else None
 
 
 def missing_test(op: "IrOp", name: str) -> str:

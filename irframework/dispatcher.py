@@ -167,6 +167,7 @@ def generate(
         "_autocast": autocast.is_active,
         "_contiguous_format": torch.contiguous_format,
         "_Tensor": Tensor,
+        "_Dtype": torch.dtype,
         "_Parameter": Parameter,
         "_Rejected": Rejected,
     }

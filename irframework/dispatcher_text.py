@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from irframework import autocast
-from irframework.codegen import NUMBER_TYPES, missing_test, number_type, passed_to
+from irframework.codegen import NUMBER_TYPES, missing_test, passed_to, plain_class
 from irframework.known_calls import KnownCalls, dense
 from irframework.settings import settings
 
@@ -37,7 +37,9 @@ class Writer:
         self.looks = False  # at values, before the implementation runs
         self.known: KnownCalls | None = None  # the class that text is being written for
         self.optional = {
-            name for name, p in op.signature.parameters.items() if p.annotation not in (Tensor, *NUMBER_TYPES)
+            name
+            for name, p in op.signature.parameters.items()
+            if p.annotation not in (Tensor, torch.dtype, *NUMBER_TYPES)
         }
         self.optional -= set(op.optional_outputs.values())  # where that is None, so is an output: no plain call
 
@@ -119,13 +121,13 @@ class Writer:
         tests = []
         for name, parameter in self.op.signature.parameters.items():
             if name not in self.op.tensors:
-                kind = number_type(parameter.annotation)
-                test = f"{name}.__class__ is {kind.__name__ if kind else kind}"
-                tests.append(self._unless_none(name, test))
+                kind = plain_class(parameter.annotation)
+                known = "_Dtype" if kind is torch.dtype else kind.__name__ if kind else kind
+                tests.append(self._unless_none(name, f"{name}.__class__ is {known}"))
         return tests
 
     def _numbers(self) -> set[str]:
-        return {name for name, p in self.op.signature.parameters.items() if number_type(p.annotation) is not None}
+        return {name for name, p in self.op.signature.parameters.items() if plain_class(p.annotation) is not None}
 
     def _unless_none(self, name: str, test: str) -> str:
         return f"({name} is None or {test})" if self._may_be_none(name) else test

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import irframework as ir
-from irframework import errors
+from irframework import errors, execution
 from irframework.dispatch import resolve
 from irframework.registry import registry
 
@@ -707,3 +707,17 @@ def test_eager_calls_do_not_load_the_tracer():
     native = "def native(x: 'torch.Tensor') -> 'torch.Tensor':\n    return x * 2\nimport torch\n"
     done = run_fresh_python(native + textwrap.dedent(code))
     assert done.stdout.split() == ["3.0", "False"], done.stderr
+
+
+def test_calls_with_a_dtype_are_decided_once(declare, monkeypatch):
+    def cast(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return x.to(dtype, copy=True)
+
+    op = declare(cast)
+    op.register_impl("p")(lambda x, dtype=torch.float32: x.to(dtype) + 1)
+    with ir.priority({op.name: "p"}):
+        for _ in range(3):
+            op(torch.ones(2), torch.float16)
+        monkeypatch.setattr(execution, "resolve", None)
+        assert op(torch.ones(2), torch.float16).tolist() == [2, 2]
+        assert op(torch.ones(2)).dtype == torch.float32
