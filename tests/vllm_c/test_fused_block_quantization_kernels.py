@@ -84,15 +84,15 @@ def test_gelu_s_codes_are_those_of_its_parts(isa: str, dtype: torch.dtype, lengt
     assert_same(KERNELS.gelu_and_mul_dynamic_quant_fp8(x, tanh), KERNELS.dynamic_quant_fp8(y))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", [(False, False), (True, True)], ids=["rows", "both"])
 @pytest.mark.parametrize("weight_dtype", [*DTYPES, None], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_round_where_native_rounds_before_they_quantise(
     isa: str, dtype: torch.dtype, weight_dtype: torch.dtype | None, layout: tuple[bool, bool]
 ) -> None:
     """Squares of small integers sum exactly, so the scale is native's to the bit, and so must every rounding be."""
-    x = torch.randint(-8, 9, (48, 1024), generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight = None if weight_dtype is None else normal(1024, dtype=weight_dtype)
+    x = torch.randint(-8, 9, (8, 512), generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = None if weight_dtype is None else normal(512, dtype=weight_dtype)
     args = (weight, EPSILON, 128, *layout)
     assert_same(KERNELS.rms_norm_group_quant_fp8(x, *args), ir.ops.rms_norm_group_quant_fp8.native(x, *args))
     residual = x.flip(0).contiguous()
