@@ -52,7 +52,7 @@ from irframework.ops.fused_quantization import (
 )
 from irframework.ops.gated_norm import mixer2_gated_rms_norm, rms_norm_gated
 from irframework.ops.kv_cache import reshape_and_cache, rotary_embedding_reshape_and_cache
-from irframework.ops.latent_attention import mla_attention
+from irframework.ops.latent_attention import mla_attention, mla_attention_group_quant_fp8
 from irframework.ops.layernorm import (
     fused_add_gemma_rms_norm,
     fused_add_layer_norm,
@@ -120,6 +120,7 @@ __all__ = [
     "mamba2_chunk_scan",
     "mixer2_gated_rms_norm",
     "mla_attention",
+    "mla_attention_group_quant_fp8",
     "mm_encoder_attention",
     "moe_align_block_size",
     "mrope",

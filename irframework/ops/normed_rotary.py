@@ -224,32 +224,33 @@ def _check_positions_and_slots(
     check_slot_values("qk_norm_rotary_embedding_reshape_and_cache", key_cache, slot_mapping)
 
 
-def _weights(head_size: int, dtype: torch.dtype, device: torch.device, number: int) -> tuple[Tensor | None, ...]:
-    """Scales for a call of this number: of the heads' dtype, of float32, or none."""
-    if number % 3 == 2:
-        return None, None
-    made = (torch.randn(head_size, dtype=dtype, device=device) for _ in range(2))
-    return tuple(weight.float() if number % 3 == 1 and dtype != torch.float64 else weight for weight in made)
+def _weights(head_size: int, dtype: torch.dtype, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
+    """Scales for a call of this number: of the heads' dtype, or of float32."""
+    wide = torch.promote_types(dtype, torch.float32) if number % 2 else dtype
+    query_weight, key_weight = (torch.randn(head_size, dtype=dtype, device=device).to(wide) for _ in range(2))
+    return query_weight, key_weight
 
 
 @qk_norm_rotary_embedding.register_input_generator
 def _qk_norm_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     """`shape` is that of the query, heads side by side; there are as many keys."""
-    calls: Any = rotary_embedding.input_generator
-    for number, (positions, query, key, table, head_size, *rest) in enumerate(
-        calls(shape=shape, dtype=dtype, device=device)
-    ):
+    made: Any = rotary_embedding.input_generator
+    calls = [call if len(call) == 6 else (*call, True) for call in made(shape=shape, dtype=dtype, device=device)]
+    for number, (positions, query, key, table, head_size, is_neox) in enumerate(calls):
         query_weight, key_weight = _weights(head_size, dtype, query.device, number)
         weights = (query_weight, None if key is None else key_weight)
-        yield positions, query, key, *weights, table, head_size, 1e-6 if number % 2 else 1e-5, *rest
+        yield positions, query, key, *weights, table, head_size, 1e-6 if number % 2 else 1e-5, is_neox
+    positions, query, key, table, head_size, is_neox = calls[0]
+    yield positions, query * 1e-3, key, None, None, table, head_size, 1e-5, is_neox  # epsilon decides
 
 
 @qk_norm_rotary_embedding_reshape_and_cache.register_input_generator
 def _qk_norm_and_cache_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     """`shape` is that of the query, heads side by side; there are as many keys."""
-    calls: Any = rotary_embedding_reshape_and_cache.input_generator
-    for number, (*state, table, head_size, is_neox) in enumerate(
-        (*call, True) if len(call) == 9 else call for call in calls(shape=shape, dtype=dtype, device=device)
-    ):
+    made: Any = rotary_embedding_reshape_and_cache.input_generator
+    calls = [call if len(call) == 10 else (*call, True) for call in made(shape=shape, dtype=dtype, device=device)]
+    for number, (*state, table, head_size, is_neox) in enumerate(calls):
         weights = _weights(head_size, dtype, state[1].device, number)
         yield *state, *weights, table, head_size, 1e-6 if number % 2 else 1e-5, is_neox
+    *state, table, head_size, is_neox = calls[0]
+    yield *state, None, None, table, head_size, 1e-5, is_neox

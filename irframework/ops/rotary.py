@@ -172,6 +172,7 @@ def _rotary_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> I
     narrow = torch.cat((angles[:, :part].cos(), angles[:, :part].sin()), -1).to(dtype)
     for is_neox in (True, False):  # only the first part of a head turns
         yield positions, query, key, narrow, head_size, is_neox
+    yield positions, query, key, cache, head_size, False
     yield positions.int(), query, key[..., :head_size], cache, head_size  # one head for all queries
     yield positions, query, None, cache, head_size
     yield positions, query, key, cache.float(), head_size

@@ -14,6 +14,8 @@ from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
 from irframework.ops.packed_sequences import Sequences, blocks_of, collect, cut, heads_of
+from irframework.ops.quantization import FP8, allow_one_code, check_scale_values, static_quant_fp8
+from irframework.ops.quantization import check_scale as check_one_scale
 from irframework.symbolic import same_sizes
 
 
@@ -151,6 +153,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> Tensor:
     """Scaled dot-product attention of sequences of different lengths, packed one behind the other.
 
@@ -162,7 +165,8 @@ def attention(
     query that sees no key, and a token that belongs to no sequence, gives zeros.
 
     The softmax is computed in float32 (float64 for float64); fused kernels may round the weights p to the dtype of the
-    values before they are summed.
+    values before they are summed. With an output scale, the result, rounded to its dtype, is quantised:
+    `static_quant_fp8(attention(...), output_scale)`.
 
     Args:
         query: `[tokens, heads, head_size]`, floating point.
@@ -182,9 +186,10 @@ def attention(
         window: How many keys at most a query sees, its own place included; None: all.
         soft_cap: Limit of the scores (Gemma 2), or None.
         sinks: Score of each head that goes to no key, `[heads]`, floating point (GPT-OSS), or None.
+        output_scale: Scale of the codes to return, one float32 number; None: no codes.
 
     Returns:
-        `[tokens, heads, value_size]`, the dtype of query.
+        `[tokens, heads, value_size]`, the dtype of query; float8_e4m3fn with an output scale.
 
     Raises:
         ArgumentError: Shapes or dtypes do not fit each other; heads are no multiple of kv_heads; keys are given twice
@@ -195,10 +200,11 @@ def attention(
     """
     sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
     keys, values = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
-    _check_options(query, window, soft_cap, sinks)
+    _check_options(query, window, soft_cap, sinks, output_scale)
     scale = check_scale("attention", query.shape[-1], scale)
     q, (k, v), visible = sequences.padded(query, (keys, values), causal, window)
-    return collect(attend(q, k, v, visible, scale, soft_cap, sinks), cu_seqlens_q, query.shape[0])
+    out = collect(attend(q, k, v, visible, scale, soft_cap, sinks), cu_seqlens_q, query.shape[0])
+    return out if output_scale is None else static_quant_fp8.native(out, output_scale)
 
 
 _Pair = tuple[Tensor | None, Tensor | None]
@@ -222,8 +228,12 @@ def _check_shapes(sequences: Sequences, query: Tensor, packed: _Pair, caches: _P
     return keys, values
 
 
-def _check_options(query: Tensor, window: int | None, soft_cap: float | None, sinks: Tensor | None) -> None:
+def _check_options(
+    query: Tensor, window: int | None, soft_cap: float | None, sinks: Tensor | None, output_scale: Tensor | None
+) -> None:
     op = "attention"
+    if output_scale is not None:
+        check_one_scale(op, "output_scale", output_scale)
     if window is not None and window < 1:
         raise ArgumentError(f"Op {op!r}: window={window} must be at least 1; None is no window.")
     if soft_cap is not None and not soft_cap > 0:
@@ -254,13 +264,14 @@ def _attention_shape(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> Tensor:
     """Models call attention in every layer: to run native on fake tensors each time would make compiling slow."""
     sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
     _, values = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
-    _check_options(query, window, soft_cap, sinks)
+    _check_options(query, window, soft_cap, sinks, output_scale)
     check_scale("attention", query.shape[-1], scale)
-    return query.new_empty(*query.shape[:2], values.shape[-1])
+    return query.new_empty(*query.shape[:2], values.shape[-1], dtype=query.dtype if output_scale is None else FP8)
 
 
 @attention.register_value_check
@@ -278,11 +289,14 @@ def _check_attention_values(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    output_scale: Tensor | None,
 ) -> None:
     sequences = Sequences("attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
     keys, _ = _check_shapes(sequences, query, (key, value), (key_cache, value_cache))
-    _check_options(query, window, soft_cap, sinks)
+    _check_options(query, window, soft_cap, sinks, output_scale)
     sequences.check_values(query, keys)
+    if output_scale is not None:
+        check_scale_values("attention", "output_scale", output_scale)
 
 
 @attention.register_input_generator
@@ -324,3 +338,9 @@ def _attention_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -
     count, table = blocks_of(more, 4)
     key_cache, value_cache = (torch.randn(count, 4, kv_heads, size, **options) for _ in range(2))
     yield query, None, None, offsets, longest, more, longest + 3, key_cache, value_cache, table
+    coded = torch.tensor([0.05], device=device)
+    yield query, None, None, decoding, 1, seen, 39, *paged, 0.3, True, None, None, None, coded
+    yield query, key, value, offsets, longest, None, *rest[:1], None, None, None, *rest[1:], coded
+
+
+allow_one_code(attention)

@@ -357,3 +357,25 @@ def test_models_of_transformers_give_the_same_with_the_op(name):
         got = run()
     assert len(calls) == 4
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_with_an_output_scale_it_is_the_quantised_result_bit_for_bit(dtype):
+    call, _ = decoding()
+    call = {name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in call.items()}  # fmt: skip
+    scale = torch.tensor([0.01])
+    got = ir.ops.attention(**call, output_scale=scale)
+    assert got.dtype == torch.float8_e4m3fn
+    wanted = ir.ops.static_quant_fp8.native(ir.ops.attention(**call), scale)
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([1.0, 2.0]), torch.tensor(1.0, dtype=torch.bfloat16), torch.zeros(1)])
+def test_an_output_scale_is_one_float32_number_and_not_zero(scale):
+    call, _ = decoding()
+    with pytest.raises(errors.ArgumentError, match=r"'output_scale' (must hold one float32|holds 0)"):
+        ir.ops.attention(**call, output_scale=scale)

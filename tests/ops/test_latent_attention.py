@@ -223,3 +223,39 @@ def test_without_lengths_there_are_as_many_latent_rows_as_queries():
     call, _ = latent_call((4,))
     with pytest.raises(errors.ArgumentError, match="4 queries and 3 latent rows"):
         ir.ops.mla_attention(**call | {"latent": call["latent"][:3]})
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_with_an_output_scale_it_is_the_quantised_result_bit_for_bit(dtype):
+    call, _ = latent_call((1, 1), (4, 7), cached=True, dtype=dtype)
+    scale = torch.tensor(0.02)
+    got = ir.ops.mla_attention(**call, output_scale=scale)
+    wanted = ir.ops.static_quant_fp8.native(ir.ops.mla_attention(**call), scale)
+    assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("options", [{}, {"column_major_scales": True}, {"power_of_two_scales": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_with_groups_it_is_its_two_parts_bit_for_bit(dtype, options):
+    call, _ = latent_call((2, 3), dtype=dtype)
+    codes, scale = ir.ops.mla_attention_group_quant_fp8(**call, group_size=6, **options)
+    merged = ir.ops.mla_attention(**call).flatten(-2)
+    wanted, wanted_scale = ir.ops.group_quant_fp8.native(merged, 6, **options)
+    assert torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scale, wanted_scale)
+
+
+def test_groups_that_do_not_divide_a_token_are_refused():
+    call, _ = latent_call((2, 3))
+    with pytest.raises(errors.ArgumentError, match="group_size=5 must be positive and divide"):
+        ir.ops.mla_attention_group_quant_fp8(**call, group_size=5)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([1.0, 2.0]), torch.zeros(1)])
+def test_an_output_scale_is_one_float32_number_and_not_zero(scale):
+    call, _ = latent_call((2, 3))
+    with pytest.raises(errors.ArgumentError, match=r"'output_scale' (must hold one float32|holds 0)"):
+        ir.ops.mla_attention(**call, output_scale=scale)
