@@ -71,8 +71,8 @@ def _derived(op: IrOp) -> list[Skeleton]:
         say_once(
             logging.WARNING,
             ("fuse", op.name),
-            "Op %s (%s) is declared with fuse, and no part of a graph can become it: no arguments that it takes could be "
-            "guessed, or its body is too long. @ir.ops.%s.register_input_generator shows how it is called.",
+            "Op %s (%s) is declared with fuse, and no part of a graph can become it: no arguments that it takes could "
+            "be guessed, or its body is too long. @ir.ops.%s.register_input_generator shows how it is called.",
             op.name,
             op.source,
             op.name,
