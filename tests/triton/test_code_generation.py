@@ -40,7 +40,8 @@ MODULES = {
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
-    "query", "key", "value", "cache", "query_out", "key_out", "key_cache", "value_cache", "alpha_p", "alpha_n",
+    "query", "key", "value", "cache", "query_weight", "key_weight", "query_out", "key_out", "key_cache", "value_cache",
+    "alpha_p", "alpha_n",
 )  # fmt: skip
 VALUES, STATIC, DYNAMIC, INT8 = range(4)
 AROUND_ONE = 2
@@ -87,9 +88,11 @@ def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
 
 NORM = {"has_weight": True, "partial": False}
 ELEMENTS = {"tile_rows": 1, "block": 1024}
-ROTARY = {"has_key": True, "tile_heads": 16, "block": 64}
+NORMLESS = {"normed": False, "has_query_weight": False, "has_key_weight": False}
+NORMED = {"normed": True, "has_query_weight": True, "has_key_weight": True}
+ROTARY = {"has_key": True, "tile_heads": 16, "block": 64, **NORMLESS}
 COPIED = {"value_tile_heads": 8, "value_block": 128}
-CACHED = {"tile_heads": 16, "block": 64, **COPIED}
+CACHED = {"tile_heads": 16, "block": 64, **COPIED, **NORMLESS}
 GROUPS = {"activation": NO_GATE, "hardware": True, "group_size": 128, "tile_rows": 16, "block": 128}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
@@ -135,13 +138,20 @@ DECODE = {
     "kv_heads": 8, "group": 4, "block_size": 16, "tile_heads": 16, "tile_keys": 64, "head_size": 128,
     "value_size": 128, "head_block": 128, "value_block": 128,
 }  # fmt: skip
-PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False}
-FANCY = {"has_cap": True, "has_window": True, "has_sinks": True}
+NO_CODES, CODED = {"has_codes": False, "hardware": True}, {"has_codes": True, "hardware": True}
+PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False, **NO_CODES}
+FANCY = {"has_cap": True, "has_window": True, "has_sinks": True, **NO_CODES}
 FEW = [
     grouped("rms_norm_groups_kernel", 512, group_size=128, column_major=True, power_of_two=False),
     Case("decode_kernel", 4, {**DECODE, **PLAIN, "shared": True}),
     Case("decode_kernel", 4, {**DECODE, **FANCY, "shared": False}),
-    Case("shares_kernel", 4, {"has_sinks": True, "share_block": 32, "value_block": 128}),
+    Case("decode_kernel", 4, {**DECODE, **PLAIN, **CODED, "shared": False}),
+    Case("shares_kernel", 4, {"has_sinks": True, **NO_CODES, "share_block": 32, "value_block": 128}),
+    Case("shares_kernel", 4, {**CODED, "has_sinks": False, "share_block": 32, "value_block": 128}),
+    Case("rotary_kernel", 4, {**ROTARY, **NORMED, "is_neox": True, "rest_block": 0}),
+    Case("rotary_kernel", 4, {**ROTARY, **NORMED, "is_neox": False, "rest_block": 32}),
+    Case("rotary_cache_kernel", 4, {**CACHED, **NORMED, "is_neox": True, "rest_block": 0}),
+    Case("rotary_cache_kernel", 4, {**CACHED, **NORMED, "is_neox": False, "rest_block": 32}),
     Case("routing_kernel", 2, {
         **ROUTING, "groups": 1, "members": 256, "top_groups": 0, "counted": 1, "by_logits": True, "has_bias": False,
         "scoring": 0, "group_block": 1, "member_block": 256,
@@ -182,6 +192,8 @@ def compiled(
     types |= dict.fromkeys(("offsets", "lengths", "table"), "*i32") | dict.fromkeys(("scale", "soft_cap"), epsilon)
     types |= dict.fromkeys(("largest", "total", "parts", "sinks"), "*fp32")
     types["out"] = "*fp32" if case.constants.get("shared") else f"*{element}"
+    if case.constants.get("has_codes"):
+        types["out"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes", "hardware" in case.constants):
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes") == INT8:

@@ -161,6 +161,17 @@ def test_the_torch_op_does_what_its_schema_says(kernels):
     kernels.launches()
     given = call((5, 20))
     names = ("query", "key_cache", "value_cache", "cu_seqlens_q", "seq_lens", "block_table")
-    args = (*(given[name] for name in names), None, 0.3, None, None, None)
+    args = (*(given[name] for name in names), None, 0.3, None, None, None, None)
     op = torch.ops.irframework_triton_kernels.decode_attention.default
     torch.library.opcheck(op, args, test_utils="test_schema")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("lengths", [(5, 40, 1), (700, 3)])
+def test_with_an_output_scale_it_stores_the_codes_of_its_result(kernels, dtype, lengths):
+    given = call(lengths, dtype=dtype)
+    for scale in (torch.tensor([0.004]), torch.tensor(0.3)):
+        got = kernels.attention(**given, output_scale=scale)
+        want = ir.ops.static_quant_fp8.native(kernels.attention(**given), scale)
+        assert got.dtype == torch.float8_e4m3fn
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))

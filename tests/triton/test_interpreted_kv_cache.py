@@ -43,10 +43,10 @@ def angles(rotary_dim: int = 16) -> Tensor:
     return torch.cat((turns.cos(), turns.sin()), -1)
 
 
-def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], atol: float = 1e-6) -> None:
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -95,6 +95,47 @@ def test_the_fused_kernel_rotates_and_writes_parts_of_one_product(kernels, dtype
     assert got[2] is given[0]
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])
+
+
+def normed(args, dtype, weights=True, size=16):
+    """The arguments of the op with norms, for those of the op without."""
+    *given, cos_sin, head_size, is_neox = args
+    scales = [random(size, dtype=dtype, seed=seed) if weights else None for seed in (5, 6)]
+    return *given, *scales, cos_sin, head_size, 1e-5, is_neox
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rotary_dim", [16, 10])
+def test_heads_are_normed_before_they_are_rotated_and_written(dtype, is_neox, rotary_dim, weights):
+    from irframework_triton_kernels import normed_rotary
+
+    query, key, value = merged(dtype)
+    given = caches(dtype)
+    args = normed(
+        (POSITIONS, query, key, value, *given, SLOTS, angles(rotary_dim), 16, is_neox), weights, weights is not None
+    )
+    want = ir.ops.qk_norm_rotary_embedding_reshape_and_cache.native(*args)
+    got = normed_rotary.qk_norm_rotary_embedding_reshape_and_cache(*args)
+    # Both parts of a sum may be rounded otherwise: the interpreter cuts bfloat16 off.
+    same(got, want, 1e-5 if {dtype, weights} <= {torch.float32, None} else 0.15)
+    assert torch.equal(got[2].flatten(0, 1)[SLOTS].flatten(1), got[1])
+    assert got[2] is given[0]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 128, 128), (40, 37, 128, 128), (3, 2, 24, 20), (5, 1, 256, 64)])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_heads_of_any_number_and_size_are_normed_and_rotated(sizes, has_key):
+    from irframework_triton_kernels import normed_rotary
+
+    heads, kv_heads, size, rotary_dim = sizes
+    query, key = random(2, 1, heads, size), random(2, 1, kv_heads * size) if has_key else None
+    weights = random(size, seed=3), random(size, seed=4) if has_key else None
+    args = (torch.tensor([[3], [7]]), query, key, *weights, angles(rotary_dim), size, 1e-5)
+    got = normed_rotary.qk_norm_rotary_embedding(*args)
+    want = ir.ops.qk_norm_rotary_embedding.native(*args)
+    same(got[: 1 + has_key], want[: 1 + has_key])
 
 
 def test_heads_apart_with_strides_are_taken(kernels):
@@ -156,3 +197,5 @@ def test_the_torch_ops_do_what_their_schemas_say(kernels):
     torch.library.opcheck(ops.reshape_and_cache_.default, args, test_utils="test_schema")
     args = (POSITIONS, query, *args, angles(), 16, True)
     torch.library.opcheck(ops.rotary_embedding_reshape_and_cache_.default, args, test_utils="test_schema")
+    op = ops.qk_norm_rotary_embedding_reshape_and_cache_.default
+    torch.library.opcheck(op, normed(args, torch.float32), test_utils="test_schema")

@@ -128,6 +128,30 @@ def test_rotated_heads_are_near_float64_and_written_where_native_writes_them(dty
     assert_same(ir.ops.reshape_and_cache(got[1], *args[3:7]), got[2:])
 
 
+def normed_and_cached(dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = torch.bfloat16) -> tuple:
+    *given, cos_sin, size = cached(dtype)
+    weights = (None if weight_dtype is None else random(size, dtype=weight_dtype, seed=seed) for seed in (7, 8))
+    return *given, *weights, cos_sin, size, EPSILON
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_heads_are_normed_then_rotated_and_written(dtype, weight_dtype, is_neox):
+    args = (*normed_and_cached(dtype, weight_dtype), is_neox)
+    got = ir.ops.qk_norm_rotary_embedding_reshape_and_cache(*args)
+    exact = ir.ops.qk_norm_rotary_embedding_reshape_and_cache.native(
+        *(a.double() if torch.is_tensor(a) and a.is_floating_point() else a for a in args)
+    )
+    eps = max(torch.finfo(each).eps for each in (dtype, weight_dtype or dtype))
+    for g, e in zip(got[:3], exact[:3], strict=True):
+        assert (g.double() - e).abs().max() <= 4 * eps * e.abs().max()
+    assert torch.equal(got[3].double(), exact[3])
+    positions, query, key, *_ = args
+    alone = ir.ops.qk_norm_rotary_embedding(positions, query, key, *args[7:])
+    assert_same(alone, got[:2])
+
+
 def test_a_donated_cache_is_written_in_place_eager_compiled_and_in_a_graph():
     op = ir.ops.rotary_embedding_reshape_and_cache
     args = cached()
@@ -352,6 +376,8 @@ CALLS = {
     "dynamic_quant_fp8": lambda: (random(7, 256),),
     "reshape_and_cache": lambda: cached()[2:7],
     "rotary_embedding_reshape_and_cache": cached,
+    "qk_norm_rotary_embedding": lambda: (*normed_and_cached()[:3], *normed_and_cached()[7:]),
+    "qk_norm_rotary_embedding_reshape_and_cache": normed_and_cached,
 }
 
 

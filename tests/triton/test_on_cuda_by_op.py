@@ -314,6 +314,18 @@ def test_a_sequence_has_the_same_bits_in_every_batch_and_in_a_graph():
         assert torch.equal(got, whole)
 
 
+@pytest.mark.parametrize("lengths", [(40, 200, 1), (9000, 3, 1000)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_with_an_output_scale_it_stores_the_codes_of_its_result(lengths, dtype):
+    given = decoding(lengths, dtype=dtype)
+    scale = torch.tensor([0.004], device="cuda")
+    want = ir.ops.static_quant_fp8.native(ir.ops.attention(**given), scale)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda g, s: ir.ops.attention(**g, output_scale=s), backend="irframework", fullgraph=True)
+    for got in (ir.ops.attention(**given, output_scale=scale), compiled(given, scale)):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_tokens_without_keys_or_without_a_sequence_give_zeros():
     given = decoding((500, 20, 1, 30))
     given["seq_lens"][1] = 0

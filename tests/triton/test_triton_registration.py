@@ -47,6 +47,8 @@ OPS = (
     "silu_and_mul_group_quant_fp8",
     "rms_norm_group_quant_fp8",
     "fused_add_rms_norm_group_quant_fp8",
+    "qk_norm_rotary_embedding",
+    "qk_norm_rotary_embedding_reshape_and_cache",
 )
 # What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
 DEPENDENT = ("tensor_quant_fp8", "attention")
@@ -355,3 +357,24 @@ def test_a_cache_of_something_else_is_refused_with_the_reason(impl, change, why,
     implementation = impl("rotary_embedding_reshape_and_cache")
     assert implementation.supports_args(**more, **given) is True
     assert why in reason(implementation.supports_args(**more, **{**given, **change}))
+    more |= {"query_weight": None, "key_weight": torch.ones(4), "epsilon": 1e-5}
+    implementation = impl("qk_norm_rotary_embedding_reshape_and_cache")
+    assert implementation.supports_args(**more, **given) is True
+    assert why in reason(implementation.supports_args(**more, **{**given, **change}))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"query_weight": torch.ones(3)}, "query_weight has shape (3,), needs one scale for each of 4 elements"),
+        ({"key_weight": torch.ones(4, dtype=torch.float64)}, "key_weight is float64"),
+        ({"key": None}, "key_weight is given without a key"),
+        ({"query": torch.ones(3, 2, 3)}, "query has a last dimension of 3, does not fit head_size=4"),
+    ],
+)
+def test_norms_of_heads_that_do_not_fit_are_refused_with_the_reason(impl, change, why):
+    given = {"positions": SLOTS, "query": K, "key": K, "query_weight": torch.ones(4), "key_weight": torch.ones(4)}
+    given |= {"cos_sin_cache": torch.ones(4, 4), "head_size": 4, "epsilon": 1e-5}
+    implementation = impl("qk_norm_rotary_embedding")
+    assert implementation.supports_args(**given) is True
+    assert why in reason(implementation.supports_args(**{**given, **change}))

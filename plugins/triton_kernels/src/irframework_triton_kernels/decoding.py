@@ -27,6 +27,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> Tensor:
     """See `irframework.ops.attention`. The last query of a sequence sees all of its keys, causal or not.
 
@@ -41,8 +42,9 @@ def attention(
             raise ValueError(f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries, does not fit {count} sequences")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     y: Tensor = launches().decode_attention(
-        query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_k, scale, window, soft_cap, sinks
-    )
+        query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, max_seqlen_k, scale, window, soft_cap,
+        sinks, output_scale,
+    )  # fmt: skip
     return y
 
 
@@ -62,6 +64,7 @@ def one_query_each(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> bool | ir.Rejected:
     """Decoding from a paged cache, with heads that fit each other and are held in registers."""
     if key_cache is None or value_cache is None or seq_lens is None or block_table is None:
@@ -95,11 +98,12 @@ def register(add: Callable[..., Any]) -> None:
     add(
         attention,
         ir.supports(
-            dtype={"query": FLOATS, "sinks": FLOATS, **numbers},
+            dtype={"query": FLOATS, "sinks": FLOATS, "output_scale": (torch.float32,), **numbers},
             same_dtype=("query", "key_cache", "value_cache"),
             ndim={"query": 3, "key_cache": 4, "value_cache": 4, "block_table": 2, "cu_seqlens_q": 1, "seq_lens": 1},
             contiguous=("cu_seqlens_q", "seq_lens", "sinks"),
             row_contiguous=("query", "key_cache", "value_cache", "block_table"),
+            one_element=("output_scale",),
         )
         & one_query_each,
         # It is; what tests it takes the first rows of every argument, which no longer fit each other.

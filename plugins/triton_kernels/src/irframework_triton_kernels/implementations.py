@@ -12,7 +12,15 @@ from torch import Tensor
 
 import irframework as ir
 from irframework.conditions import Supports
-from irframework_triton_kernels import activations, decoding, fused_quantizations, gemma_norms, quantizations, routing
+from irframework_triton_kernels import (
+    activations,
+    decoding,
+    fused_quantizations,
+    gemma_norms,
+    normed_rotary,
+    quantizations,
+    routing,
+)
 from irframework_triton_kernels.availability import triton_runs
 from irframework_triton_kernels.conditions import ADD_NORM, FLOATS, GATED, INTEGERS, NORM
 from irframework_triton_kernels.conditions import launches as _launch
@@ -356,3 +364,4 @@ def register(provider: str) -> None:
     gemma_norms.register(add)
     routing.register(add)
     decoding.register(add)
+    normed_rotary.register(add, heads_fit, caches_fit)

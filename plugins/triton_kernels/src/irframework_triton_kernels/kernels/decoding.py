@@ -8,6 +8,7 @@ second kernel adds up the shares. How a sequence is shared out depends on its ow
 import triton
 import triton.language as tl
 
+from irframework_triton_kernels.kernels.codes import codes_of
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 LEAST_SHARE = tl.constexpr(256)  # keys; a shorter sequence is one share
@@ -48,6 +49,7 @@ def decode_kernel(
     lengths,
     table,
     sinks,
+    code_scale,
     out,
     largest,
     total,
@@ -76,6 +78,8 @@ def decode_kernel(
     has_cap: tl.constexpr,
     has_window: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_codes: tl.constexpr,
+    hardware: tl.constexpr,
     shared: tl.constexpr,
     tile_heads: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -85,8 +89,8 @@ def decode_kernel(
 ):
     """`tile_heads` heads of one token over one share of its keys, all of which read the same head of keys.
 
-    `out` is the result, or the sums of shares, `[tokens, heads, shares, value_size]` in float32, with their `largest`
-    and `total`. What a table or a length says that does not exist is not read.
+    `out` is the result, or its codes under `code_scale`, or the sums of shares, `[tokens, heads, shares, value_size]`
+    in float32, with their `largest` and `total`. What a table or a length says that does not exist is not read.
     """
     if early:
         after_predecessor()
@@ -162,7 +166,18 @@ def decode_kernel(
     else:
         y = _divided(y, most, summed, sinks, head, live, has_sinks)
     at = out + row[:, None] * value_size + value_sizes[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=live[:, None] & (value_sizes[None, :] < value_size))
+    mask = live[:, None] & (value_sizes[None, :] < value_size)
+    if has_codes and not shared:
+        tl.store(at, _coded(y, query, code_scale, hardware), mask=mask)
+    else:
+        tl.store(at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _coded(y, query, code_scale, hardware: tl.constexpr):
+    """Codes of a result that is rounded to the dtype of query first."""
+    inverse = tl.math.div_rn(1.0, tl.load(code_scale))
+    return codes_of(y.to(query.dtype.element_ty).to(tl.float32), inverse, hardware)
 
 
 @triton.jit
@@ -183,17 +198,21 @@ def shares_kernel(
     largest,
     total,
     sinks,
+    query,
+    code_scale,
     out,
     rows,
     shares,
     heads,
     value_size,
     has_sinks: tl.constexpr,
+    has_codes: tl.constexpr,
+    hardware: tl.constexpr,
     share_block: tl.constexpr,
     value_block: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Adds up the shares of one head of one token."""
+    """Adds up the shares of one head of one token; `out` as in `decode_kernel`. Of `query`, the dtype is looked at."""
     if early:
         after_predecessor()
     row = tl.program_id(0).to(tl.int64)
@@ -213,4 +232,7 @@ def shares_kernel(
     head = (row % heads).to(tl.int32) + tl.zeros((1,), tl.int32)
     y = _divided(y, above + tl.zeros((1,), tl.float32), summed, sinks, head, head >= 0, has_sinks)
     at = out + row * value_size + value[None, :]
-    tl.store(at, y.to(out.dtype.element_ty), mask=value[None, :] < value_size)
+    if has_codes:
+        tl.store(at, _coded(y, query, code_scale, hardware), mask=value[None, :] < value_size)
+    else:
+        tl.store(at, y.to(out.dtype.element_ty), mask=value[None, :] < value_size)

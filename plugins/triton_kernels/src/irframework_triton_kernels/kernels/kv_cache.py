@@ -83,12 +83,15 @@ def rotary_cache_kernel(
     value,
     slots,
     cache,
+    query_weight,
+    key_weight,
     query_out,
     key_out,
     key_cache,
     value_cache,
     positions_count,
     slot_count,
+    epsilon,
     query_heads,
     key_heads,
     head_size,
@@ -103,6 +106,9 @@ def rotary_cache_kernel(
     value_head_stride,
     cache_stride,
     is_neox: tl.constexpr,
+    normed: tl.constexpr,
+    has_query_weight: tl.constexpr,
+    has_key_weight: tl.constexpr,
     tile_heads: tl.constexpr,
     block: tl.constexpr,
     rest_block: tl.constexpr,
@@ -112,8 +118,8 @@ def rotary_cache_kernel(
 ):
     """Works on some heads of one token: tiles of its query, then those of its key, then those of its value.
 
-    Query and key are rotated, key and value go to the token's slot. A position outside the angles gives NaN, and
-    nothing is written for a slot that the cache does not have.
+    Query and key are rotated, normed first or not; key and value go to the token's slot. A position outside the angles
+    gives NaN, and nothing is written for a slot that the cache does not have.
     """
     if early:
         after_predecessor()
@@ -131,8 +137,8 @@ def rotary_cache_kernel(
             x = query + token * query_stride
             y = query_out + token * query_heads * head_size
             rotate_heads(
-                x, y, y, True, cos, sin, tile * tile_heads, query_heads, query_head_stride, head_size, half,
-                is_neox, False, tile_heads, block, rest_block,
+                x, y, y, True, cos, sin, query_weight, epsilon, tile * tile_heads, query_heads, query_head_stride,
+                head_size, half, is_neox, normed, has_query_weight, False, tile_heads, block, rest_block,
             )  # fmt: skip
         else:
             x = key + token * key_stride
@@ -140,8 +146,8 @@ def rotary_cache_kernel(
             also = key_cache + slot * key_heads * head_size
             first = (tile - query_tiles) * tile_heads
             rotate_heads(
-                x, y, also, writes, cos, sin, first, key_heads, key_head_stride, head_size, half,
-                is_neox, True, tile_heads, block, rest_block,
+                x, y, also, writes, cos, sin, key_weight, epsilon, first, key_heads, key_head_stride,
+                head_size, half, is_neox, normed, has_key_weight, True, tile_heads, block, rest_block,
             )  # fmt: skip
     else:
         x = value + token * value_stride

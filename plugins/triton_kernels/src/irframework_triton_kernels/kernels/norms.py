@@ -42,7 +42,7 @@ def _squares(h, columns, variance_size, partial: tl.constexpr):
 
 
 @triton.jit
-def _inverse_root(total, variance_size, epsilon):
+def inverse_root(total, variance_size, epsilon):
     """`1 / sqrt(mean + epsilon)` in float32: Triton's launcher passes epsilon as float32, Inductor's as float64."""
     return tl.rsqrt(total / variance_size + tl.cast(epsilon, tl.float32))
 
@@ -56,7 +56,7 @@ def _weight(weight, columns, hidden, has_weight: tl.constexpr):
 
 
 @triton.jit
-def _scaled(h, scale, w, x, has_weight: tl.constexpr):
+def scaled(h, scale, w, x, has_weight: tl.constexpr):
     """The normed tile, rounded to the weight's dtype before and after the weight is applied, and to the rows' dtype.
 
     A weight around one is applied in float32, and the tile is rounded once.
@@ -128,10 +128,10 @@ def _norm_rows(
         if tail:
             w_behind = _weight(weight, behind, hidden, has_weight)
             total += summed(_squares(h_behind, behind, variance_size, partial), tile_rows)
-        scale = _inverse_root(total, variance_size, epsilon)
-        h = _scaled(h, scale, w, x, has_weight)
+        scale = inverse_root(total, variance_size, epsilon)
+        h = scaled(h, scale, w, x, has_weight)
         if tail:
-            h_behind = _scaled(h_behind, scale, w_behind, x, has_weight)
+            h_behind = scaled(h_behind, scale, w_behind, x, has_weight)
         if codes == DYNAMIC:
             largest = largest_of(magnitudes(h), tile_rows)
             if tail:
@@ -159,7 +159,7 @@ def _norm_rows(
             at = start + columns
             h = _read(x, x_residual, residual, at, live & (at < hidden), has_residual)
             squares += _squares(h, at, variance_size, True)
-        scale = _inverse_root(summed(squares, tile_rows), variance_size, epsilon)
+        scale = inverse_root(summed(squares, tile_rows), variance_size, epsilon)
         again = x
         if has_residual:
             again = residual
@@ -170,7 +170,7 @@ def _norm_rows(
             for start in range(0, hidden, block):
                 at = start + columns
                 h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
-                h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+                h = scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
                 most = tl.maximum(most, magnitudes(h))
             row_scale = scale_of(largest_of(most, tile_rows))
             tl.store(code_scale + row, row_scale, mask=live)
@@ -179,7 +179,7 @@ def _norm_rows(
             at = start + columns
             mask = live & (at < hidden)
             h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
-            h = _scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+            h = scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
             if codes == GROUPED:
                 stored_groups(
                     y, start, h, mask, x, code_scale, row, rows, hidden, batches,

@@ -21,6 +21,7 @@ from irframework_triton_kernels.launch.gated import (
 )
 from irframework_triton_kernels.launch.group_codes import gated_group_quant_fp8, group_quant_fp8, tensor_quant_fp8
 from irframework_triton_kernels.launch.kv_cache import (
+    qk_norm_rotary_embedding_reshape_and_cache_inplace,
     reshape_and_cache_inplace,
     rotary_embedding_reshape_and_cache_inplace,
 )
@@ -43,7 +44,7 @@ from irframework_triton_kernels.launch.norms import (
     rms_norm_dynamic_quant_fp8,
     rms_norm_static_quant_fp8,
 )
-from irframework_triton_kernels.launch.rotary import rotary_embedding
+from irframework_triton_kernels.launch.rotary import qk_norm_rotary_embedding, rotary_embedding
 from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
 
 __all__ = [
@@ -70,6 +71,8 @@ __all__ = [
     "gemma_rms_norm",
     "group_quant_fp8",
     "grouped_topk",
+    "qk_norm_rotary_embedding",
+    "qk_norm_rotary_embedding_reshape_and_cache_inplace",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from irframework_triton_kernels.kernels.decoding import LEAST_SHARE, decode_kernel, shares_kernel
-from irframework_triton_kernels.launch.call import as_float, launch, static, tiles_of, torch_op
+from irframework_triton_kernels.launch.call import (
+    abilities_for,
+    as_codes,
+    as_float,
+    code_dtype,
+    launch,
+    static,
+    tiles_of,
+    torch_op,
+)
 from irframework_triton_kernels.tiles import MOST_SHARES, Tile, keys_tile, power_of_two
 
 
@@ -29,13 +38,18 @@ def decode_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    output_scale: Tensor | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Attention of one query for each sequence over a paged cache; `[tokens, heads, value_size]`."""
+    """Attention of one query for each sequence over a paged cache; `[tokens, heads, value_size]`.
+
+    With an output scale, codes.
+    """
     tokens, blocks = query.shape[0], value_cache.shape[0]
     # What a kernel is compiled for is known while it is traced.
     heads, head_size, block_size, kv_heads, value_size = map(int, (*query.shape[1:], *value_cache.shape[1:]))
-    y = query.new_empty((tokens, heads, value_size))
+    codes, hardware = output_scale is not None, abilities_for(query).codes
+    y = query.new_empty((tokens, heads, value_size), dtype=code_dtype(query) if codes else query.dtype)
     batch, width = block_table.shape
     group = heads // kv_heads
     shares = _shares(width * block_size if max_seqlen_k is None else max_seqlen_k)
@@ -46,21 +60,21 @@ def decode_attention(
         out = query.new_empty((tokens, heads, shares, value_size), dtype=torch.float32)
         largest, total = (query.new_empty((tokens, heads, shares), dtype=torch.float32) for _ in range(2))
     k, v = key_cache.stride(), value_cache.stride()
+    given = (query if sinks is None else sinks, query if output_scale is None else output_scale)
     tensors = (
-        query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, query if sinks is None else sinks,
-        out, largest, total,
+        query, key_cache, value_cache, cu_seqlens_q, seq_lens, block_table, *given, out, largest, total,
     )  # fmt: skip
     numbers = (
         batch, width, blocks, query.stride(0), query.stride(1), *k[:3], *v[:3], block_table.stride(0), as_float(scale),
         1.0 if soft_cap is None else as_float(soft_cap), 0 if window is None else window, shares,
         kv_heads, group, head_size, value_size, block_size,
-        soft_cap is not None, window is not None, sinks is not None, shares > 1,
+        soft_cap is not None, window is not None, sinks is not None, codes, hardware, shares > 1,
         tile.rows, tile.block, max(16, power_of_two(head_size)), value_block,
     )  # fmt: skip
     programs = tokens * kv_heads * tiles_of(group, tile.rows) * shares
     launch(decode_kernel, programs, tensors, tokens, numbers, tile)
     if shares > 1:
-        parts = (out, largest, total, query if sinks is None else sinks, y)
-        sizes = (shares, heads, value_size, sinks is not None, power_of_two(shares), value_block)
+        parts = (out, largest, total, given[0], query, given[1], y)
+        sizes = (shares, heads, value_size, sinks is not None, codes, hardware, power_of_two(shares), value_block)
         launch(shares_kernel, tokens * heads, parts, tokens * heads, sizes, Tile(1, value_block, True, 4))
-    return y
+    return as_codes(y) if codes else y
