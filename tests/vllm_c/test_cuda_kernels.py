@@ -197,6 +197,12 @@ def test_fused_quantisation_is_the_quantisation_of_the_unfused_result(dtype: tor
     assert torch.equal(own, total)
     for got, want in zip(results, dynamic[1], strict=True):
         assert same_bits(got, want)
+    before = residual.clone()
+    codes, own = K.fused_add_rms_norm_static_quant_fp8_functional.default(x, residual, weight, scale, EPSILON)
+    *results, again = K.fused_add_rms_norm_dynamic_quant_fp8_functional.default(x, residual, weight, EPSILON)
+    assert all(map(torch.equal, (own, again, residual), (total, total, before)))
+    for got, want in zip((codes, *results), (fixed[1], *dynamic[1]), strict=True):
+        assert same_bits(got, want)
 
 
 # ---- special values -------------------------------------------------------------------------------------------------
