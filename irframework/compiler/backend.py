@@ -18,7 +18,7 @@ from irframework.compiler import guards, hooks
 from irframework.compiler.attempts import Attempt
 from irframework.compiler.foreign_passes import Given, read_passes
 from irframework.compiler.pipeline import PostPass, PrePass, remember_place, run_pre_grad
-from irframework.compiler.report import Report, current_report
+from irframework.compiler.report import Report, current_report, one_report
 from irframework.errors import IrError
 from irframework.platform import current_platform
 from irframework.plugins import platform_compiler
@@ -150,6 +150,17 @@ def _lower(
 ) -> GraphModule:
     _give_values(module, example_inputs)
     attempt = Attempt.at(module.graph, Report(), nested=True)
+    with one_report():
+        _run_stages(module, attempt, inference, option_priority, passes)
+    for each in module.modules():
+        if isinstance(each, GraphModule):
+            each.recompile()
+    return module
+
+
+def _run_stages(
+    module: GraphModule, attempt: Attempt, inference: bool, option_priority: Mapping[str, Any] | None, passes: Given
+) -> None:
     try:
         for kind in (PrePass, PostPass):
             stage = kind(option_priority, passes, inductor=False)
@@ -159,10 +170,6 @@ def _lower(
     except IrError:
         attempt.restore()  # also what an earlier stage did, which was right as far as it went
         raise
-    for each in module.modules():
-        if isinstance(each, GraphModule):
-            each.recompile()
-    return module
 
 
 def _give_values(module: GraphModule, example_inputs: Sequence[Any]) -> None:

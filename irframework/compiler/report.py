@@ -11,6 +11,9 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +209,7 @@ class Report:
 
 _lock = threading.Lock()
 _by_context: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()
+_outside_dynamo: ContextVar[Report | None] = ContextVar("irframework_report", default=None)
 _recent: deque[Report] = deque(maxlen=64)
 _last: Report | None = None
 
@@ -229,7 +233,7 @@ def current_report(*, create: bool = True, quiet: bool = False) -> Report | None
     """
     context = torch._guards.TracingContext.try_get()
     with _lock:
-        report = _by_context.get(context) if context is not None else None
+        report = _by_context.get(context) if context is not None else _outside_dynamo.get()
         if report is None and create:
             report = Report(quiet=True)
             if context is not None:
@@ -237,6 +241,16 @@ def current_report(*, create: bool = True, quiet: bool = False) -> Report | None
         if report is not None and create and not quiet:
             _show(report)
         return report
+
+
+@contextmanager
+def one_report() -> Iterator[None]:
+    """Let all passes inside share a report where no Dynamo compile makes them do so."""
+    token = _outside_dynamo.set(Report(quiet=True))
+    try:
+        yield
+    finally:
+        _outside_dynamo.reset(token)
 
 
 def _show(report: Report) -> None:

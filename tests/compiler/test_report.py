@@ -66,3 +66,14 @@ def test_a_report_can_be_written_as_json(add):
 
 def test_an_empty_report_says_so():
     assert Report().summary().startswith("lowered nothing; fused nothing")
+
+
+def test_what_lower_does_outside_of_dynamo_is_in_one_report(add, scale):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(lambda x, r, w: (add.op(x, r, w), scale(x)), tracing_mode="fake")(*tensors(*ARGUMENTS))
+    before = len(ir.compiler.recent_reports())
+    with add.priority("inp"):
+        ir.compiler.lower(module)
+    assert set(report().selected_impls) == {add.op.name, scale.name}
+    assert len(ir.compiler.recent_reports()) in (before + 1, 64)
