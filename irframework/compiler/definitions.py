@@ -44,7 +44,7 @@ class Definitions:
             body: A further spelling of the op; None for native.
         """
         mode = fake_mode_of((*arguments, result))
-        if mode is None:
+        if mode is None or (body is None and known_by_spelling(op)):
             return None
         kinds = (argument_key(argument, offsets=False) for argument in arguments)
         key = (op.name, None if body is None else body.fn, *kinds)
@@ -69,6 +69,11 @@ class Definitions:
         if traced.written or len(traced.module.graph.nodes) > _LARGEST:
             return None
         return Expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
+
+
+def known_by_spelling(op: IrOp) -> bool:
+    """Whether graphs are searched for an op's spellings only: its body is so long that it has a shape function."""
+    return op.fake is not None and bool(op.spellings)
 
 
 def _nothing(record: logging.LogRecord) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from irframework import bisecting, fusion_state
+from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.fusion_faults import fault_of, same_pattern
 from irframework.compiler.ingredients import Needs, may_occur, ways_of
 from irframework.compiler.matches import Match, Refused
@@ -62,7 +63,7 @@ def skeletons_of(op: IrOp, present: set[str]) -> list[Skeleton]:
 
 def _derived(op: IrOp) -> list[Skeleton]:
     unfit: list[Unfit] = []
-    found = derive(op, None, unfit)
+    found = [] if known_by_spelling(op) else derive(op, None, unfit)
     fault = fault_of(op, None, unfit, usable=bool(found))
     if fault is not None:
         _tell(op, fault)

@@ -18,12 +18,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.call_arguments import Number, Value, constant, number, plain_number
-from irframework.compiler.definitions import Definitions, fake_mode_of, fresh
+from irframework.compiler.candidates import Binding, Search, TooManyWaysError, whole_numbers
+from irframework.compiler.definitions import Definitions, fake_mode_of, fresh, known_by_spelling
 from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
 from irframework.compiler.ingredients import ingredients_of
 from irframework.compiler.matches import Judge, Match, Refused
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
-from irframework.compiler.skeletons import Binding, Search, Skeleton, TooManyWaysError, stripped, whole_numbers
+from irframework.compiler.skeletons import Skeleton, stripped
 from irframework.compiler.values import ValueTable
 from irframework.torch_ops import op_of
 
@@ -108,7 +109,7 @@ class _Fusion:
             if values is None:
                 continue
             outputs, fakes = values
-            root = outputs[skeleton.root_index]
+            root, _ = self.table.turned(outputs[skeleton.root_index])
             if stripped(self.table, root.core) != core or not self.table.nodes.get(root.core):
                 continue
             try:
@@ -128,6 +129,9 @@ class _Fusion:
 
     def _arguments(self, skeleton: Skeleton, binding: Binding) -> Iterator[tuple[Any, ...]]:
         """All arguments that a candidate may mean: which conversion or reshape of a tensor, which int."""
+        if binding.call is not None:
+            yield from self._more_than_a_call(skeleton.op, binding)
+            return
         choices: list[Sequence[Any]] = []
         for name, parameter in skeleton.op.signature.parameters.items():
             if name in binding.tensors:
@@ -146,6 +150,21 @@ class _Fusion:
             else:
                 return
         yield from itertools.product(*choices)
+
+    def _more_than_a_call(self, op: Any, binding: Binding) -> Iterator[tuple[Any, ...]]:
+        """The arguments of a call of the very op, and those that come with what stands around it."""
+        for node in self.table.nodes.get(binding.call, ()) if binding.call is not None else ():
+            found = op_of(node.target)
+            if found is None or found[0] is not op:
+                continue
+            given = op.named(op.bind(node.args, node.kwargs))
+            more = {
+                name: [each for value in values for each in self._nodes_of(value)]
+                for name, values in binding.tensors.items()
+                if given[name] is None
+            }
+            for chosen in itertools.product(*more.values()):
+                yield tuple((given | dict(zip(more, chosen, strict=True))).values())
 
     def _nodes_of(self, value: Value) -> list[Node]:
         """Nodes that hold a core, one of each shape, those that stand as the candidate reads them first."""
@@ -180,7 +199,8 @@ class _Fusion:
         """The definition's outputs for these very arguments, as values of this graph, and as fake tensors."""
         fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
         expansion = self.definitions.expand(skeleton.op, fakes, None, skeleton.body)
-        meant = expansion if skeleton.body is None else self.definitions.expand(skeleton.op, fakes, None)
+        alone = skeleton.body is None or known_by_spelling(skeleton.op)
+        meant = expansion if alone else self.definitions.expand(skeleton.op, fakes, None)
         if expansion is None or meant is None:
             return None
         given = [self.table.of[argument] if isinstance(argument, Node) else argument for argument in arguments]
@@ -238,12 +258,28 @@ class _Fusion:
         for result, value in zip(results, match.values, strict=True):
             self.table.set(result, value)
         self.table.of[call] = match.values[0] if match.op.num_outputs == 1 else match.values
-        for nodes, result in zip(match.outputs, results, strict=True):
+        for nodes, result, order in zip(match.outputs, results, match.orders, strict=True):
+            if nodes and order is not None:
+                result = self._turned_back(result, nodes[0], order, fresh)
             for node in nodes:
                 self._stand_in(result, node, fresh)
         self.moved = True
         self._erase(match.inner)
         self.report.fusions[match.op.name] = self.report.fusions.get(match.op.name, 0) + 1
+
+    def _turned_back(self, result: Node, node: Node, order: tuple[int, ...], fresh: list[Node]) -> Node:
+        """The output with its dimensions in the order of the node that computed it."""
+        back = sorted(range(len(order)), key=order.__getitem__)
+        with self.graph.inserting_after(fresh[-1]):
+            view = self.graph.call_function(torch.ops.aten.permute.default, (result, back))
+        mode = fake_mode_of((result.meta["val"],))
+        assert mode is not None
+        with mode, torch.no_grad():
+            view.meta["val"] = result.meta["val"].permute(back)
+        self.position[view] = self.position[result]
+        self.table.set(view, self.table.of[node])
+        fresh.append(view)
+        return view
 
     def _stand_in(self, result: Node, node: Node, fresh: list[Node]) -> None:
         """Let all readers of a node read the fused op's output, in the node's shape."""

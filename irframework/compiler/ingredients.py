@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from irframework.compiler.definitions import known_by_spelling
+from irframework.compiler.shown_calls import shown_calls
 from irframework.compiler.values import ROW_REDUCTIONS, Core
 from irframework.torch_ops import op_of
 
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 _SPELT_OTHERWISE = {"aten::pow", "aten::clone", "aten::_to_copy"}  # in values.py under other names, or not at all
 _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8, torch.uint8}
-_SAMPLE = (6, 64)
 
 Needs = frozenset[tuple[str, frozenset[str]]]
 """What must occur, each with the IR ops one of which, as one node, stands for it."""
@@ -54,12 +55,14 @@ def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Needs] | Non
     found: dict[Needs, None] = {}
     try:
         with _disable_current_modes(), torch.no_grad():
-            made = op.input_generator(shape=_SAMPLE, dtype=torch.float32, device="cpu")
-            for arguments in [made] if isinstance(made, tuple) else list(made):
+            for arguments in shown_calls(op):
                 for body in bodies:
+                    if body is op.native and known_by_spelling(op):
+                        continue
                     with _Recorder() as recorder:
-                        body(*op.bind(tuple(arguments)))
-                    found[frozenset(recorder.needs)] = None
+                        body(*arguments)
+                    if not recorder.needs or not all(f"irframework::{op.name}" in whole for _, whole in recorder.needs):
+                        found[frozenset(recorder.needs)] = None
     except Exception:  # who derives the definition says what is wrong with it
         return None
     return list(found)

@@ -38,6 +38,7 @@ class Match:
         values: The values of the outputs.
         fakes: Fake tensors of the outputs.
         inner: All nodes that compute the outputs from the arguments, outputs included.
+        orders: For each output the order of dimensions in which it permutes what its nodes compute, or None.
     """
 
     op: IrOp
@@ -46,6 +47,7 @@ class Match:
     values: tuple[Value, ...]
     fakes: tuple[torch.Tensor, ...]
     inner: frozenset[Node]
+    orders: tuple[tuple[int, ...] | None, ...]
 
 
 class Refused(Exception):  # noqa: N818 -- an answer, not an error
@@ -84,21 +86,28 @@ class Judge:
             Refused: There is no such part, or it computes less than the op does.
         """
         inputs = {argument for argument in arguments if isinstance(argument, Node)}
-        root = self.table.nodes[values[skeleton.root_index].core]
+        turned = [self.table.turned(value) for value in values]
+        root = self.table.nodes[turned[skeleton.root_index][0].core]
         last = min(root, key=lambda node: self.position[node])
         inner = self._between([last], inputs)
         outputs = []
-        for index, value in enumerate(values):
+        for index, (value, _) in enumerate(turned):
             nodes = self.table.nodes.get(value.core, [])
             chosen = [last] if index == skeleton.root_index else [node for node in nodes if node in inner]
             if not chosen:  # not on the way to the root: any place that computes it
                 chosen = [node for node in nodes if node not in inputs][:1]
-            if not chosen:
+            if not chosen and not self._is_dropped(value, inner):
                 raise Refused(f"its output {index} is computed nowhere here, and would cost extra")
             outputs.append(tuple(chosen))
         inner = self._between([node for nodes in outputs for node in nodes], inputs)
         arguments = self._given_away(skeleton.op, arguments, inner)
-        return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner))
+        orders = tuple(order for _, order in turned)
+        return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner), orders)
+
+    def _is_dropped(self, value: Value, inner: set[Node]) -> bool:
+        """Whether an IR op among these nodes has this as an output that nobody takes: it is computed anyway."""
+        found = (self.table.of.get(node) for node in inner if op_of(node.target) is not None)
+        return any(isinstance(each, tuple) and value in each for each in found)
 
     def _given_away(self, op: IrOp, arguments: tuple[Any, ...], inner: set[Node]) -> tuple[Any, ...]:
         """The arguments; what the part gives away of what the op may overwrite, the op is given, too."""
@@ -141,7 +150,9 @@ class Judge:
             raise Refused  # it is that op already, or one with the same definition
         ops = [node for node in match.inner if op_of(node.target) is not None]
         if len(ops) == 1 and op_of(ops[0].target)[0] is match.op:  # type: ignore[index]
-            raise Refused
+            shown = self.table.of[ops[0]]
+            if set(match.values) <= set(shown if isinstance(shown, tuple) else (shown,)):
+                raise Refused  # else a definition that calls the op itself
         outside = [
             (node, user)
             for node in match.inner
@@ -154,9 +165,9 @@ class Judge:
             node, user = min(outside, key=lambda pair: self.position[pair[0]])
             raise Refused(f"{node.name}, which it computes on the way, is also used by {user.name}")
         self._check_order(match)
-        for nodes, fake in zip(match.outputs, match.fakes, strict=True):
+        for nodes, fake, order in zip(match.outputs, match.fakes, match.orders, strict=True):
             for node in nodes:
-                self._check_layout(node, fake)
+                self._check_layout(node, fake, order)
         values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
         domain = _outside_of_domain(match.op, values)
         if domain is not None:
@@ -199,12 +210,16 @@ class Judge:
             if first < self.position[node] < last:
                 raise Refused(f"{node.name} overwrites memory in between")
 
-    def _check_layout(self, node: Node, fake: torch.Tensor) -> None:
+    def _check_layout(self, node: Node, fake: torch.Tensor, order: tuple[int, ...] | None) -> None:
         value = node.meta["val"]
         if value.dtype != fake.dtype:
             raise Refused(f"{node.name} has dtype {value.dtype}, the op's output {fake.dtype}")
+        if order is not None:
+            value = value.permute(order)
+            if not statically_known_true(sym_eq(tuple(value.shape), tuple(fake.shape))):
+                raise Refused(f"{node.name} has another shape, and its dimensions another order")
         if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
-            raise Refused(f"{node.name} is not contiguous")
+            raise Refused(f"{node.name} is not contiguous{'' if order is None else ' in the order of the op'}")
         if value.dim() != fake.dim():
             for size in value.shape:
                 if type(size) is not int and size.node.expr not in self.sizes:

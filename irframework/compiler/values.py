@@ -25,6 +25,7 @@ from irframework.compiler.call_arguments import (
     Shape,
     Value,
     clamped,
+    constant,
     filled_arguments,
     from_the_end,
     mapped_nodes,
@@ -45,6 +46,8 @@ _CONVERSIONS = {"prims::convert_element_type", "aten::_to_copy", "aten::to"}
 _COMMUTATIVE = {"aten::add", "aten::mul", "aten::maximum", "aten::minimum", "aten::eq", "aten::ne"}
 ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
 _FULL = {"aten::full", "aten::full_like"}
+_EXACT = {"aten::abs", "aten::neg", "aten::amax", "aten::amin"}
+_NARROW, _WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 _SLICE, _VIEW, _EXPAND, CONVERT = "aten::slice", "view", "aten::expand", "convert"
 ERASED = frozenset({CONVERT, _VIEW, _EXPAND})  # cores that a skeleton looks through
 COMMUTATIVE = frozenset(_COMMUTATIVE)
@@ -226,6 +229,14 @@ class ValueTable:
                 outputs.append(Value(self._core(word, plain, shape, item.dtype), shape))
         return tuple(outputs) if several else outputs[0]
 
+    def turned(self, value: Value) -> tuple[Value, tuple[int, ...] | None]:
+        """What a value only permutes, and the order of its dimensions; the value itself and None for any other."""
+        core = self.cores[value.core]
+        if core.target != "aten::permute" or core.shape != value.shape:
+            return value, None
+        dims = core.args[1].value
+        return core.args[0], tuple(int(constant(dim)) % len(core.shape) for dim in dims)
+
     def outputs(self, expansion: Expansion, arguments: Sequence[Any]) -> Any:
         """The value of an IR op by its definition, for arguments that have values."""
         given = []
@@ -247,11 +258,13 @@ class ValueTable:
             if name in _CONVERSIONS:
                 if self.cores[first.core].dtype == dtype:
                     return Value(first.core, shape)
-                return self._each(CONVERT, (first,), shape, dtype)
+                return self._converted(first, shape, dtype)
             if name == _SLICE:
                 return self._slice(first, args[1:], shape, dtype)
             if name == _EXPAND and first.shape == shape:
                 return first
+            if name == "aten::mul" and args[1] == number(1.0) and self.cores[first.core].dtype == dtype:
+                return first  # a quotient, 1 / x, is written as a reciprocal times one
             if name == "aten::pow" and args[1] == number(2):
                 return self._each("aten::mul", (first, first), shape, dtype)
             if name in ROW_REDUCTIONS:
@@ -273,6 +286,15 @@ class ValueTable:
             dim = from_the_end(args[1] if len(args) > 1 else Number(0), len(shape))
             return self._rows(name, parts, shape, dtype, along=dim)
         return Value(self._core(name, mapped_values(args, self._plain), shape, dtype), shape)
+
+    def _converted(self, x: Value, shape: Shape, dtype: Any) -> Value:
+        """The value of a conversion: in front of what rounds nothing, as most programs write it."""
+        core = self.cores[x.core]
+        if core.target in _EXACT and core.dtype in _NARROW and dtype in _WIDE:
+            inner: Value = core.args[0]
+            args = (self._converted(inner, inner.shape, dtype), *core.args[1:])
+            return Value(self._core(core.target, args, core.shape, dtype), shape)
+        return self._each(CONVERT, (x,), shape, dtype)
 
     def _clamp(self, args: tuple[Any, ...], shape: Shape, dtype: Any) -> Value:
         """Two bounds are the lower and then the upper one, as compilers take them apart."""
@@ -335,10 +357,11 @@ class ValueTable:
         if shape in ((), (1,)):  # one number, with or without a dimension
             args = mapped_values(args, lambda value: self._plain(Value(value.core, ())))
             return Value(self._core(name, args, (), dtype), shape)
-        given = dict.fromkeys(values_in(args))
+        given = dict.fromkeys(value for value in values_in(args) if value.shape not in ((), (1,)))
         if len(given) == 1 and next(iter(given)).shape == shape:
-            own = self.cores[next(iter(given)).core].shape
-            moved = mapped_values(args, lambda value: Value(value.core, own))
+            x = next(iter(given))
+            own = self.cores[x.core].shape
+            moved = mapped_values(args, lambda v: Value(v.core, own) if v == x else self._plain(Value(v.core, ())))
             return Value(self._core(name, moved, own, dtype), shape)
         return self._rows(name, args, shape, dtype)
 

@@ -16,7 +16,7 @@ from irframework.ops.softmax_attention import attend
 from irframework.symbolic import same_sizes
 
 
-@register_op(activations=("query_nope", "query_rope", "latent"))
+@register_op(activations=("query_nope", "query_rope", "latent"), fuse=True)
 def mla_attention(
     query_nope: Tensor,
     query_rope: Tensor,
@@ -272,6 +272,31 @@ def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
             continue
         size = (arguments["query_nope"] if arguments["value_up"] is None else arguments["value_up"]).shape[-1]
         yield *arguments.values(), max(1, size // 2 if size % 2 == 0 else size), number % 2 == 1, number > 1
+
+
+@mla_attention.register_spelling
+def _coded(
+    query_nope: Tensor,
+    query_rope: Tensor,
+    latent: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    key_up: Tensor | None = None,
+    value_up: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    latent_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    output_scale: Tensor | None = None,
+) -> Tensor:
+    """A call behind which its result is quantised, which takes the scale as well."""
+    out: Tensor = mla_attention(
+        query_nope, query_rope, latent, cu_seqlens_q, max_seqlen_q, scale, key_up, value_up, seq_lens, max_seqlen_k,
+        latent_cache, block_table, causal,
+    )  # fmt: skip
+    return out if output_scale is None else static_quant_fp8.native(out, output_scale)
 
 
 @mla_attention.register_value_check

@@ -136,7 +136,7 @@ _PACKED = "[tokens, heads, head_size]"
 _BLOCKS = "[num_blocks, block_size, kv_heads, head_size]"
 
 
-@register_op(activations=("query", "key", "value"))
+@register_op(activations=("query", "key", "value"), fuse=True)
 def attention(
     query: Tensor,
     key: Tensor | None,
@@ -272,6 +272,33 @@ def _attention_shape(
     _check_options(query, window, soft_cap, sinks, output_scale)
     check_scale("attention", query.shape[-1], scale)
     return query.new_empty(*query.shape[:2], values.shape[-1], dtype=query.dtype if output_scale is None else FP8)
+
+
+@attention.register_spelling
+def _coded(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seq_lens: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    key_cache: Tensor | None = None,
+    value_cache: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
+) -> Tensor:
+    """A call behind which its result is quantised, which takes the scale as well."""
+    out: Tensor = attention(
+        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, key_cache, value_cache, block_table,
+        scale, causal, window, soft_cap, sinks,
+    )  # fmt: skip
+    return out if output_scale is None else static_quant_fp8.native(out, output_scale)
 
 
 @attention.register_value_check

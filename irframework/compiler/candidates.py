@@ -1,0 +1,176 @@
+"""The search for skeletons among the values of a graph.
+
+Owns what a candidate is: which core stands for which, and what it gives the parameters. Whether it is the same function
+is computed in `fusion.py`; what is looked for comes from `skeletons.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from irframework.compiler.call_arguments import Number, Value, constant, values_in
+from irframework.compiler.skeletons import Skeleton, stripped
+from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
+
+_STEPS = 4000  # of one search; more means that a definition fits in too many ways
+_NEAR = 8  # places at which a further output is looked for
+
+
+@dataclass(slots=True)
+class Binding:
+    """What a candidate gives the parameters.
+
+    Attributes:
+        cores: For each core of the skeleton the core of the graph that it was found at.
+        tensors: For each tensor parameter the values that it may be, the innermost first.
+        numbers: The wildcards.
+        call: The core at which a call of the very op stands, of a definition that calls it with fewer arguments.
+    """
+
+    cores: dict[int, int] = field(default_factory=dict)
+    tensors: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+    call: int | None = None
+
+    def copy(self) -> Binding:
+        """The same, to be added to."""
+        return Binding(dict(self.cores), dict(self.tensors), dict(self.numbers), self.call)
+
+
+class TooManyWaysError(Exception):
+    """A definition fits in so many ways that the search was given up."""
+
+
+@dataclass(slots=True)
+class Search:
+    """One search for a skeleton at one place of a graph."""
+
+    skeleton: Skeleton
+    graph: ValueTable
+    steps: int = 0
+
+    def at(self, core: int) -> Iterator[Binding]:
+        """All ways in which the skeleton's root can stand at a core of the graph.
+
+        Raises:
+            TooManyWaysError: There are too many.
+        """
+        for found in self._match(self.skeleton.root, Value(core, self.graph.cores[core].shape), Binding()):
+            yield from self._further(self.skeleton.others, core, found)
+
+    def _further(self, wanted: tuple[int, ...], root: int, binding: Binding) -> Iterator[Binding]:
+        """All ways in which further outputs can stand near to the root, each at a core of its own."""
+        if not wanted:
+            yield binding
+            return
+        taken = set(binding.cores.values())
+        places = self.graph.by_target.get(self.skeleton.table.cores[wanted[0]].target, ())
+        near = sorted((core for core in places if core not in taken), key=lambda core: abs(core - root))
+        for core in near[:_NEAR]:
+            for found in self._match(wanted[0], Value(core, self.graph.cores[core].shape), binding):
+                yield from self._further(wanted[1:], root, found)
+
+    def _match(self, wanted: int, value: Value, binding: Binding) -> Iterator[Binding]:
+        self.steps += 1
+        if self.steps > _STEPS:
+            raise TooManyWaysError
+        wanted = stripped(self.skeleton.table, wanted)
+        name = self.skeleton.tensors.get(wanted)
+        if name is not None:
+            yield from self._bind(name, value, binding)
+            return
+        core = stripped(self.graph, value.core)
+        known = binding.cores.get(wanted)
+        if known is not None:
+            if known == core:
+                yield binding
+            return
+        ours, theirs = self.skeleton.table.cores[wanted], self.graph.cores[core]
+        if ours.target != theirs.target or ours.target == "leaf":
+            return
+        if ours.target == f"irframework::{self.skeleton.op.name}":  # what it is given is read off the call itself
+            found = binding.copy()
+            found.cores[wanted] = found.call = core
+            yield found
+            return
+        one, other = _items(ours.args), _items(theirs.args)
+        orders = [other]
+        if ours.target in COMMUTATIVE and len(other) >= 2:
+            orders.append([other[1], other[0], *other[2:]])
+        for order in orders:
+            for found in self._all(one, order, binding):
+                found = found.copy()
+                found.cores[wanted] = core
+                yield found
+
+    def _all(self, ours: list[Any], theirs: list[Any], binding: Binding) -> Iterator[Binding]:
+        if len(ours) != len(theirs):
+            return
+        if not ours:
+            yield binding
+            return
+        for found in self._one(ours[0], theirs[0], binding):
+            yield from self._all(ours[1:], theirs[1:], found)
+
+    def _one(self, ours: Any, theirs: Any, binding: Binding) -> Iterator[Binding]:
+        if isinstance(ours, Value):
+            if isinstance(theirs, Value):
+                yield from self._match(ours.core, theirs, binding)
+            return
+        if isinstance(theirs, Value):
+            return
+        mark = constant(ours)
+        name = self.skeleton.marks.get(mark) if mark is not None else None
+        if name is None:
+            yield binding  # constants are compared when the definition is computed
+        elif binding.numbers.get(name, theirs) == theirs and constant(theirs) is not None:
+            found = binding.copy()
+            found.numbers[name] = theirs
+            yield found
+
+    def _bind(self, name: str, value: Value, binding: Binding) -> Iterator[Binding]:
+        chain = [value]
+        while self.graph.cores[chain[-1].core].target in ERASED:
+            chain.append(next(iter(values_in(self.graph.cores[chain[-1].core].args))))
+        possible = tuple(reversed(chain))
+        if name in binding.tensors:
+            cores = {each.core for each in possible}
+            possible = tuple(each for each in binding.tensors[name] if each.core in cores)
+            if not possible:
+                return
+        found = binding.copy()
+        found.tensors[name] = possible
+        yield found
+
+
+def whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, sample: int) -> list[int]:
+    """Whole numbers that a candidate shows in its constants and sizes, the likeliest for a parameter first.
+
+    That is the one which stands most often where the definition shows the sample that it was derived with.
+    """
+    votes: dict[int, int] = {sample: 0}
+    for ours, theirs in binding.cores.items():
+        own, other = skeleton.table.cores[ours], graph.cores[theirs]
+        shapes = zip(own.shape, other.shape, strict=False)
+        for mine, found in (*shapes, *zip(_items(own.args), _items(other.args), strict=False)):
+            whole = _whole(found)
+            if whole is not None:
+                votes[whole] = votes.get(whole, 0) + (_whole(mine) == sample)
+    return sorted(votes, key=lambda whole: -votes[whole])
+
+
+def _whole(value: Any) -> int | None:
+    plain = constant(value) if isinstance(value, Number) else value
+    return int(plain) if isinstance(plain, (int, float)) and float(plain).is_integer() else None
+
+
+def _items(args: Any) -> list[Any]:
+    """Arguments one after the other, those in lists, too; missing numbers at the end do not count."""
+    items: list[Any] = []
+    for arg in args:
+        items += _items(arg) if isinstance(arg, tuple) else [arg]
+    while items and not isinstance(items[-1], Value) and isinstance(items[-1], Number) and constant(items[-1]) is None:
+        items.pop()
+    return items
