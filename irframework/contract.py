@@ -40,6 +40,7 @@ RULES: dict[str, str] = {
     "opcheck": "torch.library.opcheck finds nothing, neither in the op with this provider nor in its own torch ops",
     "out_overload": "the .out overloads of its own torch ops do what the ops do",
     "compiled": "the compiler can lower it",
+    "checks_tensors": "with checks_tensors=True it refuses what overlaps memory that it overwrites, before it writes",
     "overhead": "a call through the framework costs at most 100 us more than calling the function itself twice",
     "ends": "the check comes to its end: no crash, no hang",
 }
@@ -175,6 +176,27 @@ def not_in_place(impl: "IrOpImpl") -> Breach:
         "in_place",
         f"is registered with inplace=True, and neither overwrites nor returns {' or '.join(impl.op.activations)}",
         "Each call pays for a copy that nobody needs. Register it without inplace=True.",
+    )
+
+
+_LOOKS = "Calls ask for storages and shapes only where it raised. Look at all tensors before anything is written, or "
+
+
+def takes_what_it_should_refuse(what: str) -> Breach:
+    """An implementation that is declared to look at tensors itself must refuse what overlaps, and other shapes."""
+    return Breach(
+        "checks_tensors",
+        f"is registered with checks_tensors=True, and takes {what}",
+        f"{_LOOKS}register it without.",
+    )
+
+
+def writes_what_it_refuses(name: str, what: str) -> Breach:
+    """It must do so before it writes anything: the call goes on with the same tensors."""
+    return Breach(
+        "checks_tensors",
+        f"refuses {what} after it has written to {name!r}",
+        f"{_LOOKS}register it without checks_tensors=True.",
     )
 
 

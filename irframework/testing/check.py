@@ -1,8 +1,8 @@
 """Whether implementations keep what their op promises: what `irframework check` and the tests of a plugin ask.
 
 Owns which implementations and which rules are asked about, and in which order. Does not own how a rule is asked about
-(`trial.py`, `repetition.py`, `symbolic_rows.py`, `streams.py`, `compiled.py`, `overhead.py`), nor the rules
-(`irframework/contract.py`).
+(`trial.py`, `repetition.py`, `symbolic_rows.py`, `streams.py`, `compiled.py`, `refusals.py`, `overhead.py`), nor the
+rules (`irframework/contract.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from irframework.errors import ArgumentError, UnknownProviderError, suggest
 from irframework.op import NATIVE, IrOp
 from irframework.platform import usable_device
 from irframework.registry import all_ops, find_op, load_plugins
-from irframework.testing import compiled, overhead, repetition, streams, symbolic_rows, trial
+from irframework.testing import compiled, overhead, refusals, repetition, streams, symbolic_rows, trial
 from irframework.testing.findings import DeviceLostError, Findings, check_alive
 from irframework.testing.report import Conformance, Overhead, all_skipped
 from irframework.testing.samples import samples
@@ -198,6 +198,7 @@ def _ask_the_rest(tried: trial.Trial, findings: Findings, device: str) -> Overhe
         "streams": lambda: streams.try_streams(findings, device),
         "opcheck": lambda: compiled.ask_opcheck(findings, device),
         "compiled": lower,
+        "checks_tensors": lambda: refusals.try_refusals(findings, device),
     }
     if findings.asks("predicate_guards"):
         symbolic_rows.try_symbolic_rows(findings, device)

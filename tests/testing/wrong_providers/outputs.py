@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+import irframework as ir
+
 from . import Wrong, right, right_in_place
 
 
@@ -69,6 +71,38 @@ def writes_beside(x, x_residual, weight, power=1, negate=False):
     return result
 
 
+def _overlap(*tensors):
+    known = [tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None]
+    return len(set(known)) < len(known)
+
+
+def takes_what_overlaps(x, x_residual, weight, power=1, negate=False):
+    if x.shape != x_residual.shape or _overlap(x, weight) or _overlap(x_residual, weight):
+        raise ValueError("refused")
+    return right_in_place(x, x_residual, weight, power, negate)
+
+
+def takes_a_weight_that_overlaps(x, x_residual, weight, power=1, negate=False):
+    if x.shape != x_residual.shape or _overlap(x, x_residual) or _overlap(x, weight):
+        raise ValueError("refused")
+    return right_in_place(x, x_residual, weight, power, negate)
+
+
+def takes_other_shapes(x, x_residual, weight, power=1, negate=False):
+    if _overlap(x, x_residual, weight):
+        raise ValueError("refused")
+    residual = x_residual if x.shape == x_residual.shape else x_residual[:1].expand_as(x).contiguous()
+    return right_in_place(x, residual, weight, power, negate)
+
+
+def refuses_too_late(x, x_residual, weight, power=1, negate=False):
+    kept = x.clone()
+    x.add_(x_residual) if x.shape == x_residual.shape else x.zero_()
+    if x.shape != x_residual.shape or _overlap(x, x_residual, weight):
+        raise ValueError("refused")
+    return right_in_place(x.copy_(kept), x_residual, weight, power, negate)
+
+
 def not_in_place(x, x_residual, weight, power=1, negate=False):
     return right(x, x_residual, weight, power, negate)
 
@@ -90,6 +124,12 @@ def fake_differs(x, x_residual, weight, power=1, negate=False):
     return (y if type(x) is torch.Tensor else y.double()), r
 
 
+_LOOKING = {
+    "inplace": True,
+    "checks_tensors": True,
+    "supports_args": ir.supports(same_shape=("x", "x_residual")),
+}
+
 OUTPUTS: tuple[Any, ...] = (
     Wrong("count", "returns one tensor", one_output),
     Wrong("output", "returns float32[", wrong_dtype),
@@ -108,6 +148,10 @@ OUTPUTS: tuple[Any, ...] = (
     ),
     Wrong("writes", "beside its argument 'x'", writes_beside),
     Wrong("in_place", "neither overwrites nor returns", not_in_place, {"inplace": True}),
+    Wrong("checks_tensors", "takes 'x_residual' in memory of 'x'", takes_what_overlaps, _LOOKING),
+    Wrong("checks_tensors", "takes 'weight' in memory of 'x_residual'", takes_a_weight_that_overlaps, _LOOKING),
+    Wrong("checks_tensors", "takes 'x' and 'x_residual' of different shapes", takes_other_shapes, _LOOKING),
+    Wrong("checks_tensors", "after it has written to 'x'", refuses_too_late, _LOOKING),
     Wrong("raises", "x=float32[0, 64]", mishandles_zero_tokens),
     Wrong("raises", "padded sequences", says_yes_and_raises, also=("fake",)),
     Wrong("fake", "returns float64", fake_differs),
