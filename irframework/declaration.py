@@ -43,6 +43,8 @@ _RESERVED_OPS = (
     "fused_collectives",
     "blocked_segments",
     "causal_convolution",
+    "recurrence",
+    "whole_operators",
     "mixture_of_experts",
     "state_slots",
     "state_space",

@@ -6,7 +6,6 @@ not hold ops.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from irframework.errors import ArgumentError
 from irframework.ops.packed_sequences import check_offsets
+from irframework.ops.recurrence import recurrence
+from irframework.ops.whole_operators import seen_through
 from irframework.symbolic import same_sizes
 
 
@@ -28,6 +29,8 @@ class Blocks:
         place: `[elements]`: where an element is in the flattened blocks; one behind the last place for elements that
             are in no segment.
         inside: `[elements]`: whether an element is in a segment.
+        opens: `[blocks]`: whether a block is the first one of its segment.
+        last: `[segments]`: the last block of each segment, or the number of blocks for a segment without elements.
     """
 
     source: Tensor
@@ -35,6 +38,8 @@ class Blocks:
     first: Tensor
     place: Tensor
     inside: Tensor
+    opens: Tensor
+    last: Tensor
 
     def lay(self, packed: Tensor) -> Tensor:
         """Return `[elements, ...]` as `[blocks, size, ...]`, with zeros where no element is."""
@@ -98,15 +103,42 @@ def blocks_of(starts: Tensor, count: int, size: int) -> Blocks:
     of, inside = segments_of(starts, count)
     place = first[of] * size + torch.arange(count, device=starts.device) - starts[of]
     place = torch.where(inside, place, blocks * size).clamp(0, blocks * size)
-    return Blocks(source, segment, first, place, inside)
+    opens = torch.arange(blocks, device=starts.device) == first[segment]
+    last = torch.where(needed > 0, first[1:] - 1, blocks)
+    return Blocks(source, segment, first, place, inside, opens, last)
+
+
+def whole_blocks_of(starts: Tensor, count: int, size: int) -> Blocks:
+    """As `blocks_of`, in one piece: written out in a graph, the sizes of all that follows are found anew each time."""
+    if seen_through():
+        return blocks_of(starts, count, size)
+    return Blocks(*_whole_blocks_of(starts, count, size))
+
+
+@torch.library.custom_op("irframework_native::blocks_of", mutates_args=())
+def _whole_blocks_of(
+    starts: Tensor, count: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = blocks_of(starts, count, size)
+    return blocks.source, blocks.segment, blocks.first, blocks.place, blocks.inside, blocks.opens, blocks.last
+
+
+@_whole_blocks_of.register_fake
+def _shapes_of_blocks(
+    starts: Tensor, count: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    segments = starts.shape[0] - 1
+    blocks = block_count(count, segments, size)
+    numbers = [starts.new_empty(n, dtype=torch.int64) for n in (blocks, segments + 1, count, segments)]
+    flags = [starts.new_empty(n, dtype=torch.bool) for n in (count, blocks)]
+    source = starts.new_empty((blocks, size), dtype=torch.int64)
+    return source, numbers[0], numbers[1], numbers[2], flags[0], flags[1], numbers[3]
 
 
 def carry_states(blocks: Blocks, decay: Tensor, added: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """Carry states from block to block: behind a block the state is `added + decay * (the state before it)`.
 
-    Each step takes in twice as many blocks as the one before, so there are as many steps as the number of blocks has
-    binary digits; for a symbolic number, as many as the most that int32 offsets can reach. Only products of decays
-    occur, no quotients, and nothing (NaN included) passes from one segment to another.
+    Nothing (NaN included) passes from one segment to another, see `recurrence`.
 
     Args:
         blocks: The layout.
@@ -117,28 +149,14 @@ def carry_states(blocks: Blocks, decay: Tensor, added: Tensor, initial: Tensor |
     Returns:
         The state before each block, `[blocks, ...]`, and behind each segment, `[segments, ...]`.
     """
-    count, shape = added.shape[0], (-1, *(1,) * (added.dim() - 1))
-    index, begin = torch.arange(count, device=added.device), blocks.first[blocks.segment]
-    start = (index == begin).reshape(shape)
+    shape = (-1, *(1,) * (added.dim() - 1))
+    opens, used = blocks.opens.reshape(shape), (blocks.last < added.shape[0]).reshape(shape)
     given = added.new_zeros(()) if initial is None else with_zero_row(initial)[blocks.segment]
-    after = added if initial is None else torch.where(start, added + decay * given, added)
-    for step in range(_doublings(count, blocks.source.shape[1])):
-        other = index - 2**step
-        same = (other >= begin).reshape(shape)
-        other = other.clamp_min(0)
-        after = torch.where(same, after + decay * after[other], after)
-        decay = torch.where(same, decay * decay[other], decay)
-    after = with_zero_row(after)
-    before = torch.where(start, given, after.roll(1, 0)[:-1])
-    last = torch.where(blocks.first.diff() > 0, blocks.first[1:] - 1, count)
-    final = after[last]
-    return before, final if initial is None else torch.where((last < count).reshape(shape), final, initial)
-
-
-def _doublings(count: Any, size: int) -> int:
-    if isinstance(count, int):
-        return max(count - 1, 0).bit_length()
-    return 32 - size.bit_length()
+    after = added if initial is None else torch.where(opens, added + decay * given, added)
+    after = with_zero_row(recurrence(decay, after, blocks.opens))
+    before = torch.where(opens, given, after.roll(1, 0)[:-1])
+    final = after[blocks.last]
+    return before, final if initial is None else torch.where(used, final, initial)
 
 
 def check_starts(op: str, x: Tensor, query_start_loc: Tensor | None, dims: int) -> None:

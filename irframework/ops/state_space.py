@@ -15,20 +15,20 @@ from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.blocked_segments import (
     Blocks,
-    blocks_of,
     carry_states,
     check_initial,
     check_start_values,
     check_starts,
     chosen_initial,
     starts_of,
+    whole_blocks_of,
 )
 from irframework.ops.layernorm import check_floating
 from irframework.ops.packed_sequences import cut
 from irframework.ops.state_slots import check_slot_numbers, check_slots, some_slots, taken_slots, with_slots
 from irframework.symbolic import same_sizes
 
-_SCAN_BLOCK = 16  # steps written out one by one: memory for the states of one token in 16
+_SCAN_BLOCK = 8  # steps written out one by one: memory for the states of one token in 8
 
 
 def check_shapes(op: str, x: Tensor, wanted: dict[str, tuple[Tensor | None, tuple[Any, ...]]]) -> None:
@@ -76,6 +76,31 @@ def in_sequences(y: Tensor, blocks: Blocks, query_start_loc: Tensor | None) -> T
     return y if query_start_loc is None else torch.where(blocks.inside.reshape(-1, *(1,) * (y.dim() - 1)), y, 0.0)
 
 
+def _check_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    query_start_loc: Tensor | None,
+    initial_states: Tensor | None,
+    has_initial_state: Tensor | None,
+) -> tuple[Any, ...]:
+    """Raise unless a scan's arguments fit each other; return the shape of the states."""
+    op = "selective_scan"
+    check_starts(op, x, query_start_loc, 1)
+    dim, state = x.shape[-1], last_size(op, "a", a, 2)
+    per_token: tuple[Any, ...] = (*x.shape[:-1], state)
+    wanted = {"dt": (dt, x.shape), "a": (a, (dim, state)), "b": (b, per_token), "c": (c, per_token), "d": (d, (dim,))}
+    check_shapes(op, x, {**wanted, "z": (z, x.shape), "dt_bias": (dt_bias, (dim,))})
+    shape = (x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1, dim, state)
+    check_initial(op, initial_states, has_initial_state, shape)
+    return shape
+
+
 @register_op
 def selective_scan(
     x: Tensor,
@@ -97,9 +122,9 @@ def selective_scan(
     exp(s[t, i] * a[i, n]) * h[t - 1, i, n] + s[t, i] * b[t, n] * x[t, i]`, and `y[t, i] = (sum over n of c[t, n] *
     h[t, i, n] + d[i] * x[t, i]) * silu(z[t, i])`. Computed in float32 (float64 for float64 x) and rounded once.
 
-    Native writes 16 steps out for all blocks of 16 tokens at once, carries the states between blocks in a logarithmic
-    number of steps, and takes the 16 steps again with the states known: twice the work of a loop, and memory for the
-    states of one token in 16. All factors are products of the model's own decays, so nothing is divided or overflows.
+    Native writes 8 steps out for all blocks of 8 tokens at once, carries the states between blocks in a logarithmic
+    number of steps, and takes the 8 steps again with the states known: twice the work of a loop, and memory for the
+    states of one token in 8. All factors are products of the model's own decays, so nothing is divided or overflows.
 
     Args:
         x: Packed `[tokens, dim]` or padded `[batch, length, dim]`, floating point. Packed tokens behind the last
@@ -126,17 +151,11 @@ def selective_scan(
 
     Source: Gu and Dao, "Mamba" (2023), algorithm 2.
     """
-    op = "selective_scan"
-    check_starts(op, x, query_start_loc, 1)
-    dim, state = x.shape[-1], last_size(op, "a", a, 2)
-    per_token: tuple[Any, ...] = (*x.shape[:-1], state)
-    wanted = {"dt": (dt, x.shape), "a": (a, (dim, state)), "b": (b, per_token), "c": (c, per_token), "d": (d, (dim,))}
-    check_shapes(op, x, {**wanted, "z": (z, x.shape), "dt_bias": (dt_bias, (dim,))})
-    starts = starts_of(x, query_start_loc)
-    check_initial(op, initial_states, has_initial_state, (starts.shape[0] - 1, dim, state))
+    _check_scan(x, dt, a, b, c, d, z, dt_bias, query_start_loc, initial_states, has_initial_state)
+    (dim, state), starts = a.shape, starts_of(x, query_start_loc)
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = time_steps(dt, dt_bias, dt_softplus, wide).reshape(-1, dim)
-    blocks = blocks_of(starts, steps.shape[0], _SCAN_BLOCK)
+    blocks = whole_blocks_of(starts, steps.shape[0], _SCAN_BLOCK)
     laid, matrix = blocks.lay(steps), a.to(wide)
     inputs = blocks.lay(steps * x.to(wide).reshape(-1, dim))
     rates, added = laid.unsqueeze(-1).unbind(1), inputs.unsqueeze(-1).unbind(1)  # of each step, [blocks, dim, 1]
@@ -154,6 +173,31 @@ def selective_scan(
     y = blocks.collect(torch.stack(outputs, 1))
     y = finished(y.reshape(x.shape), x, d, z)
     return in_sequences(y, blocks, query_start_loc), final.to(wide if initial_states is None else initial_states.dtype)
+
+
+@selective_scan.register_fake
+def _scan_shape(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    query_start_loc: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = _check_scan(x, dt, a, b, c, d, z, dt_bias, query_start_loc, initial_states, has_initial_state)
+    return scan_outputs(x, initial_states, shape)
+
+
+def scan_outputs(x: Tensor, initial_states: Tensor | None, shape: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return what a scan returns, without values."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if initial_states is None else initial_states.dtype
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=dtype)
 
 
 def groups_of(op: str, b: Tensor, heads: Any) -> Any:

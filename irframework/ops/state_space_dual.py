@@ -9,13 +9,13 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.blocked_segments import (
-    blocks_of,
     carry_states,
     check_initial,
     check_start_values,
     check_starts,
     chosen_initial,
     starts_of,
+    whole_blocks_of,
 )
 from irframework.ops.packed_sequences import cut, heads_of
 from irframework.ops.state_space import (
@@ -25,11 +25,39 @@ from irframework.ops.state_space import (
     in_sequences,
     last_size,
     multi_head,
+    scan_outputs,
     some_rates,
     time_steps,
 )
 
 _LARGEST_CHUNK = 64  # the products within a chunk cost its length per token
+
+
+def _check_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    d: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    query_start_loc: Tensor | None,
+    initial_states: Tensor | None,
+    has_initial_state: Tensor | None,
+) -> tuple[Any, ...]:
+    """Raise unless a scan's arguments fit each other; return the shape of the states."""
+    op = "mamba2_chunk_scan"
+    check_starts(op, x, query_start_loc, 2)
+    if chunk_size < 1:
+        raise ArgumentError(f"Op {op!r}: chunk_size={chunk_size} must be at least 1.")
+    (heads, headdim), state = x.shape[-2:], last_size(op, "b", b, x.dim())
+    groups_of(op, b, heads)
+    check_shapes(op, x, multi_head(x, dt, a, b, c, d, z, dt_bias))
+    shape = (x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1, heads, headdim, state)
+    check_initial(op, initial_states, has_initial_state, shape)
+    return shape
 
 
 @register_op
@@ -84,19 +112,12 @@ def mamba2_chunk_scan(
 
     Source: Dao and Gu, "Transformers are SSMs" (2024), section 6.
     """
-    op = "mamba2_chunk_scan"
-    check_starts(op, x, query_start_loc, 2)
-    if chunk_size < 1:
-        raise ArgumentError(f"Op {op!r}: chunk_size={chunk_size} must be at least 1.")
-    (heads, headdim), lead = x.shape[-2:], x.shape[:-2]
-    state = last_size(op, "b", b, len(lead) + 2)
-    groups = groups_of(op, b, heads)
-    check_shapes(op, x, multi_head(x, dt, a, b, c, d, z, dt_bias))
+    _check_chunk_scan(x, dt, a, b, c, chunk_size, d, z, dt_bias, query_start_loc, initial_states, has_initial_state)
+    (heads, headdim), (groups, state) = x.shape[-2:], b.shape[-2:]
     starts = starts_of(x, query_start_loc)
-    check_initial(op, initial_states, has_initial_state, (starts.shape[0] - 1, heads, headdim, state))
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = time_steps(dt, dt_bias, dt_softplus, wide).reshape(-1, heads)
-    blocks = blocks_of(starts, steps.shape[0], min(chunk_size, _LARGEST_CHUNK))
+    blocks = whole_blocks_of(starts, steps.shape[0], min(chunk_size, _LARGEST_CHUNK))
     by_group = (groups, heads // groups)
     rates = blocks.lay(steps * a.to(wide)).transpose(1, 2).unflatten(1, by_group)  # [blocks, groups, heads, size]
     inputs = blocks.lay(x.to(wide).reshape(-1, heads, headdim) * steps.unsqueeze(-1))
@@ -117,6 +138,28 @@ def mamba2_chunk_scan(
     y = blocks.collect(y.flatten(1, 2).transpose(1, 2)).reshape(x.shape)
     y = finished(y, x, None if d is None else d.unsqueeze(-1), z)
     return in_sequences(y, blocks, query_start_loc), final.to(wide if initial_states is None else initial_states.dtype)
+
+
+@mamba2_chunk_scan.register_fake
+def _chunk_scan_shape(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    d: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    query_start_loc: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = _check_chunk_scan(
+        x, dt, a, b, c, chunk_size, d, z, dt_bias, query_start_loc, initial_states, has_initial_state
+    )
+    return scan_outputs(x, initial_states, shape)
 
 
 def _decays_within(rates: Tensor) -> Tensor:
