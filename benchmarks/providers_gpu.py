@@ -205,6 +205,8 @@ def measure_grid(options: argparse.Namespace, found: dict[str, Any], until: floa
 
 def measure_host(options: argparse.Namespace, found: dict[str, Any], clock: Any) -> None:
     """Host time of a call through irframework, and of the provider's function called directly."""
+    import torch
+
     import irframework as ir
     from irframework.cli.benchmarking import Timing, host_times
     from irframework.dispatch import why_never
@@ -217,15 +219,21 @@ def measure_host(options: argparse.Namespace, found: dict[str, Any], clock: Any)
             impl = op.impls.get(provider)
             if impl is None or why_never(impl, options.device) or impl.accepts(arguments) is not True:
                 continue
-            try:
-                with ir.priority({name: [provider]}):
-                    times = host_times({"through": form, "direct": impl.fn}, arguments, clock, rounds=40)
-            except Exception as error:
-                found["failed"].append(f"host time of {provider} {name}: {type(error).__name__}: {error}")
-                continue
-            ratios = [through / direct for through, direct in zip(times["through"], times["direct"], strict=True)]
-            entry = {key: Timing.of(values).to_dict() for key, values in (*times.items(), ("ratio", ratios))}
-            found["host"].append({"op": name, "provider": provider, **entry})
+            for mode in ("no_grad", "inference_mode"):
+                try:
+                    with getattr(torch, mode)(), ir.priority({name: [provider]}):
+                        # Activations are made in the mode, weights outside, as models do it.
+                        given = tuple(
+                            value.clone() if parameter in op.activations and isinstance(value, torch.Tensor) else value
+                            for parameter, value in zip(op.signature.parameters, arguments, strict=False)
+                        )
+                        times = host_times({"through": form, "direct": impl.fn}, given, clock, rounds=40)
+                except Exception as error:
+                    found["failed"].append(f"host time of {provider} {name}: {type(error).__name__}: {error}")
+                    continue
+                ratios = [through / direct for through, direct in zip(times["through"], times["direct"], strict=True)]
+                entry = {key: Timing.of(values).to_dict() for key, values in (*times.items(), ("ratio", ratios))}
+                found["host"].append({"op": name, "provider": provider, "mode": mode, **entry})
 
 
 def find_liger(wheel: Path | None) -> bool:

@@ -146,7 +146,8 @@ def _host(found: Found) -> Iterator[str]:
     for entry in found["host"]:
         through, direct, ratio = entry["through"], entry["direct"], entry["ratio"]
         yield (
-            f"{entry['op']:36}{entry['provider']:>10}{through['median']:9.2f}{direct['median']:9.2f}   "
+            f"{entry['op']:36}{entry['provider']:>10}{entry.get('mode', 'no_grad'):>15}"
+            f"{through['median']:9.2f}{direct['median']:9.2f}   "
             f"{ratio['median']:.3f} [{ratio['low']:.3f}-{ratio['high']:.3f}]  {_verdict(ratio['median'], HOST_GOAL)}"
         )
 
