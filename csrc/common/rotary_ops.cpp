@@ -1,5 +1,5 @@
-// Owns the ops rotary_embedding and rotary_embedding_query, on every device, and behind a norm of each head, on the CPU: their
-// checks, outputs and arguments.
+// Owns the ops rotary_embedding and rotary_embedding_query, on every device, and behind a norm of each head, on the CPU:
+// their checks, outputs and arguments.
 #include <torch/csrc/stable/ops.h>
 
 #include "launch.h"

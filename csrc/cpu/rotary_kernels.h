@@ -1,4 +1,5 @@
-// Owns rotary_embedding, alone and behind a norm of each head. Included by kernels_body.h, inside the namespace of one instruction set.
+// Owns rotary_embedding, alone and behind a norm of each head. Included by kernels_body.h, inside the namespace of one
+// instruction set.
 
 constexpr int64_t kRotaryBlock = 256;  // cos and sin pairs that are widened at a time, on the stack
 
