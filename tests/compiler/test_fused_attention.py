@@ -9,6 +9,7 @@ from compiler_support import lowered
 
 import irframework as ir
 from irframework.compiler.report import last_report
+from irframework.compiler.spelling_check import wrong_spelling
 
 pytestmark = pytest.mark.usefixtures("seeded", "provider")
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 8, 3
@@ -135,3 +136,18 @@ def test_a_scale_for_each_row_is_not_the_ops():
         return (out * (1.0 / out.detach().abs().amax(-1, keepdim=True))).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
     assert fused(program, *decoding())[0] == 0
+
+
+def test_the_definition_is_compared_by_its_meaning_whatever_kernel_is_chosen(provider):
+    @ir.ops.attention.register_impl("far")
+    def far(
+        query, key, value, cu_seqlens_q, max_seqlen_q, seq_lens=None, max_seqlen_k=None, key_cache=None,
+        value_cache=None, block_table=None, scale=None, causal=True, window=None, soft_cap=None, sinks=None,
+    ):  # fmt: skip
+        return torch.full_like(query, 7.0)
+
+    try:
+        with ir.priority(attention=["far"]):
+            assert wrong_spelling(ir.ops.attention, ir.ops.attention.spellings[0]) is None
+    finally:
+        ir.ops.attention.unregister_impl("far")
