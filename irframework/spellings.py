@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from irframework.errors import InvalidOpError, SignatureError
 from irframework.impl import IrOpImpl, check_signature, declared_again, place_of
+from irframework.registry import registry
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
@@ -33,6 +34,7 @@ def with_spelling(op: "IrOp", fn: Callable[..., Any]) -> tuple[IrOpImpl, ...]:
     missing = check_signature(op, fn, "The spelling", SPELLING)
     if missing:
         raise SignatureError(f"The spelling of op {op.name!r} ({place_of(fn)}) lacks {', '.join(missing)}.")
-    spelling = IrOpImpl(op, SPELLING, fn, plugin=op.plugin, source=place_of(fn))
+    plugin = registry.transaction.plugin if registry.transaction is not None else None
+    spelling = IrOpImpl(op, SPELLING, fn, plugin=plugin, source=place_of(fn))
     others = [other for other in op.spellings if not declared_again(other.fn, fn)]
     return (*others, spelling)

@@ -21,6 +21,7 @@ from irframework.compiler.report import graph_number, source_line
 from irframework.compiler.skeletons import Skeleton, Unfit, derive
 from irframework.compiler.spelling_check import wrong_spelling
 from irframework.errors import IrError
+from irframework.impl import IrOpImpl
 from irframework.notices import say_once
 from irframework.op import IrOp
 from irframework.registry import registry
@@ -68,6 +69,17 @@ def _derived(op: IrOp) -> list[Skeleton]:
     if fault is not None:
         _tell(op, fault)
         return []
+    for spelling in op.spellings:
+        wrong = None if _is_standard(spelling) else wrong_spelling(op, spelling)
+        if wrong is not None:
+            _tell(spelling, wrong)
+            continue
+        unfit = []
+        more = derive(op, spelling, unfit)
+        fault = fault_of(op, spelling, unfit, usable=bool(more))
+        if fault is not None:
+            _tell(spelling, fault)
+        found += more
     if not found and not _is_standard(op):
         say_once(
             logging.WARNING,
@@ -78,45 +90,37 @@ def _derived(op: IrOp) -> list[Skeleton]:
             op.source,
             op.name,
         )
-    for spelling in op.spellings:
-        wrong = wrong_spelling(op, spelling)
-        if wrong is not None:
-            _tell(op, wrong)
-            continue
-        unfit = []
-        more = derive(op, spelling, unfit)
-        fault = fault_of(op, spelling, unfit, usable=bool(more))
-        if fault is not None:
-            _tell(op, fault)
-        found += more
     for name, (bodies, others) in list(_kept.items()):
         other = registry.ops.get(name)
         if other is None or other is op or not other.fuse or bodies[0] is not other.native:
             continue
         duplicate = same_pattern(found, others)
         if duplicate is not None:
-            if _belongs_to_the_program(op) and not _belongs_to_the_program(other):
-                _tell(other, duplicate)
-                _kept[name] = (bodies, [])
-            else:
+            if _rank(op) <= _rank(other):
                 _tell(op, duplicate)
                 return []
+            _tell(other, duplicate)
+            _kept[name] = (bodies, [])
     return found
 
 
-def _is_standard(op: IrOp) -> bool:
-    return str(getattr(op.native, "__module__", "")).startswith("irframework.")
+def _rank(op: IrOp) -> int:
+    """Of two ops with one definition the lower gives way: a plugin's to the program's, all to the standard ones."""
+    return 2 if _is_standard(op) else int(op.plugin is None)
 
 
-def _belongs_to_the_program(op: IrOp) -> bool:
-    return op.plugin is None and not _is_standard(op)
+def _is_standard(body: IrOp | IrOpImpl) -> bool:
+    """Whether an op or a spelling is this framework's own; its tests have looked at those."""
+    fn = body.native if isinstance(body, IrOp) else body.fn
+    return str(getattr(fn, "__module__", "")).startswith("irframework.")
 
 
-def _tell(op: IrOp, error: IrError) -> None:
-    if _belongs_to_the_program(op) or effective("strict"):
+def _tell(body: IrOp | IrOpImpl, error: IrError) -> None:
+    """Raise what the program did wrong; warn of what a plugin did."""
+    if (body.plugin is None and not _is_standard(body)) or effective("strict"):
         raise error
-    by = f" of plugin {op.plugin}" if op.plugin else ""
-    say_once(logging.WARNING, ("fuse", op.name, str(error)), "Op %s%s is not fused so: %s", op.name, by, error)
+    by = f" of plugin {body.plugin}" if body.plugin else ""
+    say_once(logging.WARNING, ("fuse", body.name, str(error)), "%s%s is left out of fusion: %s", body.name, by, error)
 
 
 def take_number(match: Match) -> None:

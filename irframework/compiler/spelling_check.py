@@ -4,8 +4,8 @@ Owns the comparison, on the calls that the op's input generator yields: what com
 on small real ones on the CPU. Does not own how spellings are registered (`spellings.py`), nor what becomes of a wrong
 one (`fusable_ops.py`).
 
-Private torch API, read in 2.11 and 2.13: `torch.utils._python_dispatch._disable_current_modes`: graphs are compiled
-under modes in which tensors hold no data.
+Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode` and `_disable_current_modes` of
+`torch.utils._python_dispatch`: graphs are compiled under modes in which tensors hold no data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from irframework.compiler.skeletons import samples_of
 from irframework.errors import SpellingError
+from irframework.torch_ops import op_of
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
@@ -67,16 +68,32 @@ def _real(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype)
 
 
+class _NativeOnly(TorchDispatchMode):
+    """Lets ops inside a body run native: what a provider's kernel rounds otherwise is no fault of a spelling."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = op_of(func)
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return found[0].native(*found[0].bind(args, kwargs or {}))
+
+
 def _difference(op: IrOp, spelling: IrOpImpl, arguments: tuple[Any, ...], dtype: torch.dtype) -> str | None:
     try:
-        wanted = op.registered["native"].apply(_copies(arguments))
+        with _NativeOnly():
+            wanted = op.registered["native"].apply(_copies(arguments))
     except Exception:
         return None  # no call of this op
     called = f"for {str(dtype).removeprefix('torch.')} arguments"
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             faked = _tuple(spelling.apply(tuple(_faked(value, mode) for value in arguments)))
-        got = _tuple(spelling.apply(_copies(arguments)))
+        with _NativeOnly():
+            got = _tuple(spelling.apply(_copies(arguments)))
     except Exception as error:
         return f"{called} it raises {type(error).__name__}: {error}"
     wanted = _tuple(wanted)

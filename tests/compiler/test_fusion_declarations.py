@@ -16,6 +16,8 @@ from irframework import notices
 from irframework.compiler import fusable_ops
 from irframework.compiler.fusion import fuse
 from irframework.compiler.report import Report
+from irframework.compiler.shown_calls import shown_calls
+from irframework.compiler.spelling_check import wrong_spelling
 from irframework.errors import DuplicateFusionError, InvalidFusionError, InvalidOpError, SignatureError, SpellingError
 from irframework.registry import Transaction, registry
 
@@ -134,7 +136,7 @@ def test_an_op_of_a_plugin_is_left_out_with_one_warning(fused, caplog, body):
     wrong, right = fused(body, plugin="acme"), fused(double)
     for _ in range(2):
         assert searched(double, X).fusions == {right.name: 1}
-    assert caplog.text.count(f"Op {wrong.name} of plugin acme is not fused so: ") == 1
+    assert caplog.text.count(f"{wrong.name} of plugin acme is left out of fusion: ") == 1
     assert "# the mistake" in caplog.text
 
 
@@ -202,7 +204,7 @@ def test_an_op_of_a_plugin_gives_way_to_the_programs(fused, caplog, order):
     plugins = fused(bodies[1 - order], plugin="acme")
     programs = programs or fused(bodies[order])
     assert searched(double, X).fusions == {programs.name: 1}
-    assert f"Op {plugins.name} of plugin acme" in caplog.text
+    assert f"{plugins.name} of plugin acme is left out of fusion" in caplog.text
 
 
 def rounds_once(x: Tensor, y: Tensor) -> Tensor:
@@ -261,6 +263,33 @@ def test_an_op_that_is_gone_is_no_rival(fused):
     transaction.roll_back()
     op = fused(double)
     assert searched(double, X).fusions == {op.name: 1}
+
+
+# --- what an input generator does not show -------------------------------------------------------------------------
+
+
+def weighted(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    bent = torch.tanh(x) + x
+    return bent if weight is None else bent * weight
+
+
+def needs_both(x: Tensor, weight: Tensor | None = None) -> Tensor:
+    return torch.tanh(x) * weight
+
+
+@pytest.mark.parametrize("program", ["without", "with"])
+def test_an_optional_tensor_that_a_generator_always_gives_may_be_missing_in_a_graph(fused, program):
+    op = fused(weighted)
+    op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape), torch.ones(shape[-1:])))
+    report = searched(double, X) if program == "without" else searched(lambda x, w: double(x) * w, X, X[0])
+    assert report.fusions == {op.name: 1}
+
+
+def test_an_optional_tensor_that_native_needs_is_not_left_out(fused):
+    op = fused(needs_both)
+    op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape), torch.ones(shape[-1:])))
+    assert len(shown_calls(op)) == 1
+    assert [each.fixed for each in fusable_ops.skeletons_of(op, {"aten::tanh", "aten::mul"})] == [{}]
 
 
 # --- further spellings ---------------------------------------------------------------------------------------------
@@ -322,6 +351,12 @@ def two_outputs(x: Tensor) -> tuple[Tensor, Tensor]:
     return double(x), x
 
 
+def writes_and_returns(x: Tensor) -> Tensor:
+    result = double(x)
+    x.zero_()
+    return result
+
+
 def fails(x: Tensor) -> Tensor:
     raise ValueError("not today")
 
@@ -366,11 +401,52 @@ def test_a_spelling_that_is_right_in_float32_only_is_wrong(fused):
         searched(double, X)
 
 
-def test_a_wrong_spelling_of_a_plugins_op_leaves_the_op_as_it_was(fused, caplog):
+@pytest.mark.parametrize("spelling", [wrong, writes_and_returns])
+def test_a_wrong_spelling_of_a_plugin_leaves_the_op_as_it_was(fused, caplog, spelling):
+    op = fused(double)
+    with registry.registering(Transaction("acme")):
+        op.register_spelling(spelling)
+    assert searched(double, X).fusions == {op.name: 1}
+    assert f"{op.name}:spelling of plugin acme is left out of fusion: " in caplog.text
+
+
+def test_a_wrong_spelling_of_the_programs_for_a_plugins_op_is_an_error(fused):
     op = fused(double, plugin="acme")
     op.register_spelling(wrong)
-    assert searched(double, X).fusions == {op.name: 1}
-    assert "differs by up to" in caplog.text
+    with pytest.raises(SpellingError):
+        searched(double, X)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_an_op_with_the_body_of_a_standard_one_is_an_error(fused, monkeypatch, order):
+    monkeypatch.setattr(also_double, "__module__", "irframework.ops.activation")
+    for body in (double, also_double) if order else (also_double, double):
+        fused(body)
+    with pytest.raises(DuplicateFusionError):
+        searched(double, X)
+
+
+@pytest.mark.parametrize("name", [name for name in ir.ops.__all__ if getattr(ir.ops, name).spellings])
+def test_every_spelling_of_a_standard_op_computes_the_op(name):
+    op = getattr(ir.ops, name)
+    assert [wrong_spelling(op, spelling) for spelling in op.spellings] == [None] * len(op.spellings)
+
+
+def bent(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+def test_kernels_of_ops_inside_a_spelling_are_not_looked_at(fused, declare):
+    inner = declare(bent)
+    inner.register_impl("coarse")(lambda x: (torch.tanh(x) * 8).round() / 8)
+
+    def with_an_op(x: Tensor) -> Tensor:
+        return inner(x) + x
+
+    op = fused(double)
+    op.register_spelling(with_an_op)
+    with ir.priority({inner.name: ["coarse"]}):
+        assert searched(double, X).fusions == {op.name: 1}
 
 
 def test_a_spelling_has_the_ops_signature(fused):
