@@ -156,8 +156,6 @@ def takes_fusion(op: "IrOp", place: Lowered) -> bool:
     Returns:
         False if the numbers are used up: then the graph stays as it is.
     """
-    if not active():
-        return True
     limit = settings().bisect_limit
     with _numbers.lock:
         if limit is not None and _numbers.used >= limit:

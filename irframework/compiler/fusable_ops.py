@@ -129,7 +129,9 @@ def take_number(match: Match) -> None:
     Raises:
         Refused: The numbers are used up.
     """
+    if not bisecting.active():
+        return
     node = match.outputs[0][0]
     place = bisecting.Lowered(source_line(node), node.name, graph_number(), fusion_state.PASS)
-    if bisecting.active() and not bisecting.takes_fusion(match.op, place):
+    if not bisecting.takes_fusion(match.op, place):
         raise Refused(f"{bisecting.LIMIT} is used up")
