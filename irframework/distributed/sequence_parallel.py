@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 from torch.library import Library
 
 from irframework.compiler.report import MissedFusion, Report, source_line
-from irframework.distributed.sharding import RowWise, Sum, as_row_wise, as_sum, lead, same_lead
+from irframework.distributed.sharding import RowWise, Sum, as_row_wise, as_sum, lead
 from irframework.ops.collectives import all_gather, group_named, group_sizes, reduce_scatter
 from irframework.untraced import run_untraced
 
@@ -208,13 +208,10 @@ def _norms(node: Node) -> bool:
 
 
 def _join(node: Node, step: RowWise, chain_of: dict[Node, Chain]) -> None:
-    """Let a node work on divided rows if one of its arguments is divided and all have the same rows."""
+    """Let a node work on divided rows if one of its arguments is divided; all arguments with rows have the same."""
     divided = [step.args[index] for index in step.rows if step.args[index] in chain_of]
     others = [arg for index, arg in enumerate(step.args) if index not in step.rows and isinstance(arg, Node)]
     if not divided or any(other in chain_of for other in others):
-        return
-    rows = [step.args[index] for index in step.rows]
-    if not all(same_lead(divided[0], each) for each in rows):
         return
     into = chain_of[divided[0]]
     for argument in divided[1:]:

@@ -112,7 +112,7 @@ def lead(node: Node) -> tuple[Any, ...]:
     return tuple(first.shape[:-1])
 
 
-def same_lead(node: Node, other: Node) -> bool:
+def _same_lead(node: Node, other: Node) -> bool:
     """Whether two nodes have the same rows, dimension by dimension."""
     one, two = lead(node), lead(other)
     return len(one) == len(two) and statically_known_true(sym_eq(one, two))
@@ -150,7 +150,7 @@ def _torch_op(target: Any, node: Node) -> RowWise | None:
     rows = []
     for index, argument in enumerate(args):
         if isinstance(argument, Node) and isinstance(argument.meta.get("val"), Tensor):
-            if has_rows(argument) and same_lead(argument, node):
+            if has_rows(argument) and _same_lead(argument, node):
                 rows.append(index)
             elif argument.meta["val"].dim() > 1:
                 return None

@@ -33,7 +33,7 @@ from irframework.untraced import run_untraced
 PROVIDER = "symm_mem"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PRODUCTS = supports(dtype={"x": _FLOATS}, same_dtype=("x", "weight"), ndim={"x": 2}, contiguous=("x",))
-_SUMS = supports(dtype={"x": _FLOATS}, contiguous=("x",), multiple_of={"x": 8})
+_SUMS = supports(dtype={"x": (torch.bfloat16, torch.float32)}, contiguous=("x",), multiple_of={"x": 8})
 
 _buffers: dict[str, Tensor] = {}  # of each group that was asked for
 _libraries: list[Library] = []

@@ -70,7 +70,7 @@ def part(x: Tensor, pair: tuple[Tensor, Tensor], name: str, bias: Tensor | None 
 
 
 def stage(
-    x: Tensor, residual: Tensor | None, layers: list[Weights], name: str, last: bool = True
+    x: Tensor, residual: Tensor | None, layers: list[Weights], name: str, last: bool = True, donate: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The layers of a decoder, or of a stage of its pipeline: x is still to be added to the residual.
 
@@ -79,17 +79,18 @@ def stage(
     if residual is None:
         x = ir.ops.all_reduce(x, name)
     for layer in layers:
-        x, residual = added(x, residual, layer.norms[0])
+        x, residual = added(x, residual, layer.norms[0], donate)
         x = part(x, layer.mixer, name, layer.bias)
-        x, residual = added(x, residual, layer.norms[1])
+        x, residual = added(x, residual, layer.norms[1], donate)
         x = part(x, layer.dense, name)
     return added(x, residual, layers[0].norms[0])[0] if last else (x, residual)
 
 
-def added(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+def added(x: Tensor, residual: Tensor | None, weight: Tensor, donate: bool = False) -> tuple[Tensor, Tensor]:
     if residual is None:
         return ir.ops.rms_norm(x, weight, EPSILON), x
-    return ir.ops.fused_add_rms_norm(x, residual, weight, EPSILON)
+    op = ir.ops.fused_add_rms_norm
+    return (op.maybe_inplace if donate else op)(x, residual, weight, EPSILON)
 
 
 @dataclass

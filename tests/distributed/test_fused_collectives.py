@@ -161,3 +161,39 @@ def test_which_groups_share_memory_is_in_the_cache_key(monkeypatch):
     before = PrePass().uuid()
     monkeypatch.setitem(symmetric_memory._buffers, "0", torch.empty(8, dtype=torch.uint8))
     assert PrePass().uuid() != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_implementations_of_symm_mem_are_compiled_by_inductor_for_any_number_of_rows(dynamic, configured):
+    from torch.distributed import _symmetric_memory  # noqa: F401 -- declares its ops
+
+    configured(fusion=False)
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_matmul_reduce_scatter", lambda a, b, *rest: (a @ b)[: len(a) // 2].contiguous(), "CPU")
+    library.impl(
+        "fused_all_gather_matmul", lambda a, bs, *rest, **keys: (None, [torch.cat((a, a)) @ b for b in bs]), "CPU"
+    )
+    bodies = {"linear_reduce_scatter": symmetric_memory.product_and_scatter}
+    bodies |= {"all_gather_linear": symmetric_memory.gather_and_product, "all_reduce": symmetric_memory.sum_by_one_shot}
+    up, down, bias = torch.randn(8, HIDDEN), torch.randn(HIDDEN, 8), torch.randn(8)
+    symmetric_memory.one_shot_all_reduce()
+    with group_without_processes(2) as group:
+
+        def program(x):
+            y = ir.ops.all_gather_linear(x.tanh(), up, bias, group, 2).relu()
+            z = ir.ops.linear_reduce_scatter(y, down, torch.ones(HIDDEN), group, 2) + 1
+            return ir.ops.all_reduce(2 * z, group) + 1
+
+        for name, body in bodies.items():
+            getattr(ir.ops, name).register_impl("stand_in")(body)
+        try:
+            with torch.no_grad(), ir.priority(dict.fromkeys(bodies, "stand_in")):
+                compiled = torch.compile(program, backend="irframework", fullgraph=True, dynamic=dynamic)
+                for rows in (4, 6):
+                    x = torch.randn(rows, HIDDEN)
+                    y = (torch.cat((x, x)).tanh() @ up.T + bias).relu()
+                    torch.testing.assert_close(compiled(x), 2 * ((y @ down.T)[:rows] + 2) + 1)
+        finally:
+            for name in bodies:
+                getattr(ir.ops, name).unregister_impl("stand_in")

@@ -16,6 +16,7 @@ from parallel_support import (
 import irframework as ir
 from irframework.compiler.pipeline import PrePass
 from irframework.distributed.sequence_parallel import plan
+from irframework.settings import settings
 
 LAYERS = 2
 
@@ -33,12 +34,12 @@ def reasons(made):
     return [miss.reason for miss in made.report.missed_fusions if miss.op == "sequence_parallel"]
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_every_sum_becomes_a_reduce_scatter_and_every_norm_is_followed_by_one_gather(divided, size):
+@pytest.mark.parametrize(("size", "layers"), [(2, 4), (8, 1)])
+def test_every_sum_becomes_a_reduce_scatter_and_every_norm_is_followed_by_one_gather(divided, size, layers):
     divided()
     with group_without_processes(size) as name:
-        made = decoder(name, size, layers=4)
-    sums = 2 * 4 + 1
+        made = decoder(name, size, layers=layers)
+    sums = 2 * layers + 1
     assert made.counts == {"reduce_scatter": sums, "all_gather": sums}
     assert made.report.fusions == {"sequence_parallel": sums}
     assert made.result.shape == (64, HIDDEN)
@@ -56,6 +57,18 @@ def test_it_is_off_by_default(configured):
     configured(fusion=False)
     with group_without_processes(2) as name:
         assert decoder(name, 2).counts == {"all_reduce": 2 * LAYERS + 1}
+
+
+def test_the_pass_can_be_left_out(divided, monkeypatch):
+    divided()
+    monkeypatch.setenv("IRFRAMEWORK_DISABLE_PASSES", "sequence_parallel")
+    settings.cache_clear()
+    try:
+        with group_without_processes(2) as name:
+            assert decoder(name, 2).counts == {"all_reduce": 2 * LAYERS + 1}
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 7, 65])
@@ -256,7 +269,7 @@ def test_an_unknown_number_of_tokens_must_be_known_to_be_divisible(divided, know
 @pytest.mark.parametrize("size", [2, 8])
 def test_all_ranks_make_the_same_plan(size):
     digests = set()
-    for rank in range(size):
+    for rank in {0, 1, size - 1}:
         with group_without_processes(size, rank) as name:
             layers = weights(2, size, rank, bias=True)  # the first process has a bias, the others have none
             graph = traced(lambda x, layers=layers, name=name: stage(x, None, layers, name), x_of(64))

@@ -17,7 +17,7 @@ import irframework as ir
 from irframework.distributed import enable_symmetric_memory, symmetric_memory
 
 SIZE, LAYERS = 2, 4
-FEW, ALL = (3, 64), (1, 3, 7, 64)
+FEW, ALL = (64,), (1, 3, 7, 64)
 SUMS = 2 * LAYERS + 1
 NORMS = ("all_reduce_rms_norm", "all_reduce_fused_add_rms_norm")
 PRODUCTS = ("linear_reduce_scatter", "all_gather_linear")
@@ -65,14 +65,14 @@ def work(rank, tokens):
         return stage(x, None, layers, name)
 
     def middle(x, residual):
-        return stage(x, residual, layers, name, last=False)
+        return stage(x, residual, layers, name, last=False, donate=True)
 
     found = {}
     with torch.no_grad(), ir.priority(dict.fromkeys(ir.ops.__all__, "native")):
         for count in tokens:
             found["eager", count] = first(inputs(count, rank).to(device)).cpu()
         x, residual = inputs(64, 0).to(device), inputs(64, 1).to(device)
-        found["middle", "eager"] = [each.cpu() for each in middle(x, residual)]
+        found["middle", "eager"] = [each.cpu() for each in middle(x.clone(), residual.clone())]
         ir.configure(ir.KernelConfig(sequence_parallel=1, fusion=False))
         for count in tokens:
             made = made_of(first, inputs(count, rank).to(device))
