@@ -15,7 +15,21 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 EVERY_LAYER = pytest.mark.parametrize("name", REFERENCES)
-ON_TWO_COMPILED = ("SiluAndMul", "ColumnParallelLinear merged", "VocabParallelEmbedding", "ParallelLMHead")
+ON_TWO_COMPILED = (  # each way in which a layer is divided
+    "SiluAndMul",
+    "ColumnParallelLinear merged",
+    "ColumnParallelLinear with copies",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "ParallelLMHead",
+    "FusedMoE",
+    "FusedMoE by experts",
+    "MambaMixer",
+    "MambaMixer2",
+    "ShortConv",
+    "MLA",
+    "EncoderAttention",
+)
 
 
 def loaded(name):
