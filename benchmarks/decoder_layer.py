@@ -18,6 +18,11 @@ hits all of them:
     ir         the same model calling IR ops, eager
     ir+compile the same, compiled with backend="irframework"
 
+`fusion.py` adds two, whose fused ops the compiler finds:
+
+    raised     the plain torch model of `compile`, compiled with backend="irframework"
+    parts      a model that calls one IR op for each thing that is done, compiled with backend="irframework"
+
 Shown are time over floor, ir and ir+compile over compile (the goals: at most 1), with the 10th and 90th percentile over
 the rounds, and at last the relative errors of compile, ir and ir+compile to eager on the same input. A layer is
 compiled, not the whole model: its eight calls share what was compiled, and between two layers there is nothing to fuse,
@@ -63,6 +68,7 @@ from decoder_model import (  # noqa: E402
     make_layer,
     make_model,
     native_ops,
+    part_ops,
 )
 from torch import Tensor  # noqa: E402
 
@@ -70,6 +76,7 @@ import irframework as ir  # noqa: E402
 from irframework.cli.benchmarking import Timing  # noqa: E402
 
 VARIANTS = ("floor", "eager", "compile", "ir", "ir+compile")
+BY_DEFINITION = ("raised", "parts")
 LARGEST_ERROR = 0.02  # or twice that of stock torch.compile, which in fp8 rounds to other codes, too
 
 
@@ -78,8 +85,9 @@ LARGEST_ERROR = 0.02  # or twice that of stock torch.compile, which in fp8 round
 
 def variants_of(model: Model, options: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     """Functions of (x, residual), which may overwrite both; `floor` takes them and looks at neither."""
-    native, with_ir = (make_layer(model.shape, model.case, model.kind, ops) for ops in (native_ops(), ir_ops()))
-
+    native, with_ir, parts = (
+        make_layer(model.shape, model.case, model.kind, ops) for ops in (native_ops(), ir_ops(), part_ops())
+    )
     blocks = tuple(in_blocks(weights, model.shape) for weights in model.layers)
 
     def whole(layer: Callable[..., tuple[Tensor, ...]], layers: tuple[Layer, ...]) -> Callable[..., Any]:
@@ -97,13 +105,16 @@ def variants_of(model: Model, options: argparse.Namespace) -> dict[str, Callable
         return build(whole(layer, layers)) if options.compile == "model" else whole(build(layer), layers)
 
     floor = make_floor(model)
-    return {
+    variants = {
         "floor": lambda x, residual: floor(),
         "eager": whole(native, model.layers),
         "compile": compiled(native, model.layers, "inductor"),
         "ir": whole(with_ir, blocks),
         "ir+compile": compiled(with_ir, blocks, "irframework"),
+        "raised": compiled(native, model.layers, "irframework"),
+        "parts": compiled(parts, blocks, "irframework"),
     }
+    return {name: variants[name] for name in options.variants}
 
 
 def as_delivered() -> AbstractContextManager[Any]:
@@ -122,7 +133,8 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
 
 def early_launches(name: str, pdl: str) -> AbstractContextManager[Any]:
     """Inductor's setting for a variant while it is compiled."""
-    asked = {"none": (), "ir": ("ir+compile",), "both": ("compile", "ir+compile")}[pdl]
+    ours = ("ir+compile", *BY_DEFINITION)
+    asked = {"none": (), "ir": ours, "both": ("compile", *ours)}[pdl]
     patched: AbstractContextManager[Any] = torch._inductor.config.patch({"triton.enable_pdl": name in asked})
     return patched
 
@@ -225,7 +237,7 @@ def summary(model: Model, times: dict[str, list[float]], errors: dict[str, float
         "kind": model.kind,
         "microseconds": {name: Timing.of(values).to_dict() for name, values in times.items()},
         "over_floor": {name: ratio(name, "floor") for name in times if name != "floor"},
-        "over_compile": {name: ratio(name, "compile") for name in ("ir", "ir+compile")},
+        "over_compile": {name: ratio(name, "compile") for name in times if name not in ("floor", "eager", "compile")},
         "relative_error": errors,
         "rounds": len(next(iter(times.values()))),
     }
@@ -250,7 +262,7 @@ def providers(device: str) -> str:
     return ", ".join(f"{name} {provider}" for name, provider in chosen.items())
 
 
-def line_of(found: dict[str, Any]) -> str:
+def line_of(found: dict[str, Any], variants: tuple[str, ...]) -> str:
     def over(name: str) -> str:
         value = found["over_floor"].get(name)
         return f"{value['median']:11.3f}" if value else f"{'-':>11}"
@@ -260,13 +272,11 @@ def line_of(found: dict[str, Any]) -> str:
         return f"{value['median']:.3f} [{value['low']:.3f}-{value['high']:.3f}]" if value else "-"
 
     floor = found["microseconds"].get("floor", {}).get("median", float("nan"))
-    errors = " ".join(f"{found['relative_error'].get(name, float('nan')):.4f}" for name in VARIANTS[2:])
+    errors = " ".join(f"{found['relative_error'].get(name, float('nan')):.4f}" for name in variants[2:])
     wrong = "" if is_right(found) else "  TOO FAR OFF"
-    cells = "".join(over(name) for name in VARIANTS[1:])
-    return (
-        f"{found['case']:12}{found['kind']:12}{floor:11.1f}{cells}  {beside('ir'):>22}{beside('ir+compile'):>22}"
-        f"  {errors}{wrong}"
-    )
+    cells = "".join(over(name) for name in variants[1:])
+    ratios = "".join(f"{beside(name):>22}" for name in variants[3:])
+    return f"{found['case']:12}{found['kind']:12}{floor:11.1f}{cells}  {ratios}  {errors}{wrong}"
 
 
 def is_right(found: dict[str, Any]) -> bool:
@@ -275,9 +285,9 @@ def is_right(found: dict[str, Any]) -> bool:
     return all(error <= allowed for name, error in errors.items() if name != "compile")
 
 
-def report_goals(results: list[dict[str, Any]]) -> None:
+def report_goals(results: list[dict[str, Any]], variants: tuple[str, ...]) -> None:
     print("\nnot slower than stock torch.compile (median over rounds at most 1)")
-    for name in ("ir", "ir+compile"):
+    for name in variants[3:]:
         ratios = [f["over_compile"][name]["median"] for f in results if f["over_compile"].get(name)]
         if ratios:
             met = sum(ratio <= 1.0 for ratio in ratios)
@@ -285,7 +295,8 @@ def report_goals(results: list[dict[str, Any]]) -> None:
             print(f"{name:12} {met} of {len(ratios)} met, geometric mean {mean:.3f}, largest {max(ratios):.3f}")
 
 
-def main() -> int:
+def main(variants: tuple[str, ...] = VARIANTS) -> int:
+    """Measure, print and keep; the first three variants are `floor`, `eager` and `compile`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", type=lambda text: text.split(","), default=names, help=", ".join(names))
@@ -301,6 +312,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.variants = variants
     start = time.perf_counter()
     shape = TINY if options.tiny else Shape()
     cases = [
@@ -320,22 +332,23 @@ def main() -> int:
         print(f"providers: {providers(options.device)}", flush=True)
         if processes:
             print(compile_ahead(min(processes, os.cpu_count() or 1), options.limit * 0.5), flush=True)
-        columns = "".join(f"{variant:>11}" for variant in VARIANTS[1:])
-        print(f"{'case':12}{'kind':12}{'floor, us':>11}{columns}  {'ir / compile':>22}{'ir+compile / compile':>22}")
+        columns = "".join(f"{variant:>11}" for variant in variants[1:])
+        beside = "".join(f"{variant + ' / compile':>22}" for variant in variants[3:])
+        print(f"{'case':12}{'kind':12}{'floor, us':>11}{columns}  {beside}")
         for case, kind in work:
             if time.perf_counter() - start > options.limit:
                 print(f"{case.name:12}{kind:12}not measured, the time was up")
                 continue
             try:
                 results.append(run_one(shape, case, kind, options))
-                print(line_of(results[-1]), flush=True)
+                print(line_of(results[-1], variants), flush=True)
             except Exception as error:  # one that fails must not take the others with it
                 print(f"FAILED   {case.name} {kind}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    report_goals(results)
+    report_goals(results, variants)
     print(f"{time.perf_counter() - start:.0f} s")
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "device": name, "results": results}, indent=1))
-    complete = all(set(found["microseconds"]) == set(VARIANTS) for found in results)
+    complete = all(set(found["microseconds"]) == set(variants) for found in results)
     return 0 if complete and all(map(is_right, results)) and len(results) == len(work) else 1
 
 

@@ -166,7 +166,7 @@ Quantised = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Ops:
-    """The ops that the model calls, each with its op's signature: all native, or all IR ops."""
+    """The ops that the model calls, each with its op's signature: all native, all IR ops, or the parts of these."""
 
     add_norm: Callable[..., Any]
     add_norm_static: Callable[..., Any]
@@ -222,6 +222,46 @@ def ir_ops() -> Ops:
         ir.ops.silu_and_mul_static_quant_fp8,
         ir.ops.silu_and_mul_dynamic_quant_fp8,
         ir.ops.rotary_embedding_reshape_and_cache.maybe_inplace,
+    )
+
+
+def part_ops() -> Ops:
+    """Nothing that is fused: one IR op, or one torch op, for each thing that is done."""
+    norm, silu = ir.ops.rms_norm, ir.ops.silu_and_mul
+    static, dynamic = ir.ops.static_quant_fp8, ir.ops.dynamic_quant_fp8
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        residual = x + residual
+        return norm(residual, weight, epsilon), residual
+
+    def add_norm_static(
+        x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        y, residual = add_norm(x, residual, weight, epsilon)
+        return static(y, scale), residual
+
+    def add_norm_dynamic(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+        y, residual = add_norm(x, residual, weight, epsilon)
+        return *dynamic(y), residual
+
+    def rotary_and_cache(
+        positions: Tensor, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+        cos_sin: Tensor, head: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        query, key = ir.ops.rotary_embedding(positions, query, key, cos_sin, head)
+        keys, values = ir.ops.reshape_and_cache.maybe_inplace(key, value, keys, values, slots)
+        return query, key, keys, values
+
+    return Ops(
+        add_norm,
+        add_norm_static,
+        add_norm_dynamic,
+        static,
+        dynamic,
+        silu,
+        lambda x, scale: static(silu(x), scale),
+        lambda x: dynamic(silu(x)),
+        rotary_and_cache,
     )
 
 
