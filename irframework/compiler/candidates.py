@@ -90,6 +90,8 @@ class Search:
         ours, theirs = self.skeleton.table.cores[wanted], self.graph.cores[core]
         if ours.target != theirs.target or ours.target == "leaf":
             return
+        if any(self._is_structure(mine) and mine != found for mine, found in zip(ours.args, theirs.args, strict=False)):
+            return
         if ours.target == f"irframework::{self.skeleton.op.name}":  # what it is given is read off the call itself
             found = binding.copy()
             found.cores[wanted] = found.call = core
@@ -130,6 +132,12 @@ class Search:
             found.numbers[name] = theirs
             yield found
 
+    def _is_structure(self, ours: Any) -> bool:
+        """Whether a constant is a dimension or a step, of the definition itself and of no argument."""
+        value = ours.value if isinstance(ours, Number) else None
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(type(each) is int and each not in self.skeleton.fixed.values() for each in numbers)
+
     def _bind(self, name: str, value: Value, binding: Binding) -> Iterator[Binding]:
         chain = [value]
         while self.graph.cores[chain[-1].core].target in ERASED:
@@ -148,7 +156,8 @@ class Search:
 def whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, sample: int) -> list[int]:
     """Whole numbers that a candidate shows in its constants and sizes, the likeliest for a parameter first.
 
-    That is the one which stands most often where the definition shows the sample that it was derived with.
+    Those are the ones that stand where the definition shows the sample that it was derived with; the more often, the
+    likelier. Where there is none, all that it shows.
     """
     votes: dict[int, int] = {sample: 0}
     for ours, theirs in binding.cores.items():
@@ -158,7 +167,8 @@ def whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, sampl
             whole = _whole(found)
             if whole is not None:
                 votes[whole] = votes.get(whole, 0) + (_whole(mine) == sample)
-    return sorted(votes, key=lambda whole: -votes[whole])
+    likely = [whole for whole in votes if votes[whole]] or list(votes)
+    return sorted(likely, key=lambda whole: -votes[whole])
 
 
 def _whole(value: Any) -> int | None:
