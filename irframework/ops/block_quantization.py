@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from irframework.conditions import Supports, supports
+from irframework.decision import Rejected, reject
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_rows, widened
@@ -46,7 +48,22 @@ def _power_of_two_above(scale: Tensor) -> Tensor:
     return torch.where(scale.isfinite(), above, scale)
 
 
-@register_op(fuse=True)
+def several_groups(parts: int = 1) -> Supports:
+    """Where graphs that compute a quantisation of groups may become it: a group that is a row has an op of its own.
+
+    Args:
+        parts: Rows of x are so many times as long as those that are quantised.
+    """
+
+    def fits(x: Tensor, group_size: int, column_major_scales: bool, power_of_two_scales: bool) -> bool | Rejected:
+        if column_major_scales or power_of_two_scales or group_size * parts != x.shape[-1]:
+            return True
+        return reject("one group is a row, which dynamic_quant_fp8 is for")
+
+    return supports() & fits
+
+
+@register_op(fuse=several_groups())
 def group_quant_fp8(
     x: Tensor, group_size: int = 128, column_major_scales: bool = False, power_of_two_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -299,17 +316,22 @@ def group_size_for(hidden: int) -> int:
     return next((size for size in (128, 64, 32, 16) if hidden and hidden % size == 0), max(hidden, 1))
 
 
+def several_of(hidden: int) -> int:
+    """Return a size of groups of which a row of `hidden` elements holds several, where it can be halved."""
+    size = group_size_for(hidden)
+    return size // 2 if size == hidden and size % 2 == 0 else size
+
+
 @group_quant_fp8.register_input_generator
 def _group_quant_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     """Groups of 128 where they divide a row, else of 64, 32 or 16, else whole rows."""
-    x, size = torch.randn(shape, **options), group_size_for(shape[-1])
+    x, size = torch.randn(shape, **options), several_of(shape[-1])
     yield x, size
     if len(shape) > 1:
         yield x, size, True
         yield x, size, True, True
     yield x, size, False, True
-    if size % 2 == 0:
-        yield x * 1e-3, size // 2
+    yield x * 1e-3, group_size_for(shape[-1]) if size != group_size_for(shape[-1]) else max(size // 2, 1)
 
 
 @dynamic_quant_int8.register_input_generator

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from irframework.declaration import register_op
 from irframework.ops.activation import gelu_and_mul, silu_and_mul
-from irframework.ops.block_quantization import group_quant_fp8, group_size_for, quant_nvfp4
+from irframework.ops.block_quantization import group_quant_fp8, group_size_for, quant_nvfp4, several_groups, several_of
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
 from irframework.ops.quantization import allow_one_code, check_scale_values
 
 # --- a scale for a group ---------------------------------------------------------------------------------------------
 
 
-@register_op(fuse=True)
+@register_op(fuse=several_groups())
 def rms_norm_group_quant_fp8(
     x: Tensor,
     weight: Tensor | None,
@@ -52,7 +52,7 @@ def rms_norm_group_quant_fp8(
     return pair
 
 
-@register_op(allow_inplace=True, fuse=True)
+@register_op(allow_inplace=True, fuse=several_groups())
 def fused_add_rms_norm_group_quant_fp8(
     x: Tensor,
     x_residual: Tensor,
@@ -89,7 +89,7 @@ def fused_add_rms_norm_group_quant_fp8(
     return q, scale, residual
 
 
-@register_op(fuse=True)
+@register_op(fuse=several_groups(2))
 def silu_and_mul_group_quant_fp8(
     x: Tensor, group_size: int = 128, column_major_scales: bool = False, power_of_two_scales: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def silu_and_mul_group_quant_fp8(
     return pair
 
 
-@register_op(fuse=True)
+@register_op(fuse=several_groups(2))
 def gelu_and_mul_group_quant_fp8(
     x: Tensor,
     approximate: str = "none",
@@ -221,21 +221,24 @@ def silu_and_mul_quant_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, T
 # --- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _layouts(tokens: bool, size: int) -> Iterator[tuple[Any, ...]]:
-    """What a caller may ask for: groups, how their scales lie, and whether these are powers of two."""
+def _layouts(tokens: bool, hidden: int) -> Iterator[tuple[Any, ...]]:
+    """What a caller may ask for: groups, how their scales lie, and whether these are powers of two.
+
+    Several groups to a row, so that definitions show where they are divided, and once one or fewer.
+    """
+    size = several_of(hidden)
     yield size, False, False
     yield size, False, True
     if tokens:
         yield size, True, False
         yield size, True, True
-    if size % 2 == 0:
-        yield size // 2, False, False
+    yield group_size_for(hidden) if size != group_size_for(hidden) else max(size // 2, 1), False, False
 
 
 @rms_norm_group_quant_fp8.register_input_generator
 def _norm_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     x, weight, epsilon, *_ = rms_norm.generate_inputs(shape=shape, **options)
-    for layout in _layouts(len(shape) > 1, group_size_for(shape[-1])):
+    for layout in _layouts(len(shape) > 1, shape[-1]):
         yield x, weight, epsilon, *layout
         yield x * 1e-3, None, 1e-5, *layout
     yield x, weight.float(), epsilon, group_size_for(shape[-1])
@@ -244,7 +247,7 @@ def _norm_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple
 @fused_add_rms_norm_group_quant_fp8.register_input_generator
 def _add_norm_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     x, residual, weight, epsilon, *_ = fused_add_rms_norm.generate_inputs(shape=shape, **options)
-    for layout in _layouts(len(shape) > 1, group_size_for(shape[-1])):
+    for layout in _layouts(len(shape) > 1, shape[-1]):
         yield x, residual, weight, epsilon, *layout
         yield x * 1e-3, residual * 1e-3, None, 1e-5, *layout
     yield x, residual, weight.float(), epsilon, group_size_for(shape[-1])
@@ -253,14 +256,14 @@ def _add_norm_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[t
 @silu_and_mul_group_quant_fp8.register_input_generator
 def _silu_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     x = torch.randn(shape, **options)
-    for layout in _layouts(len(shape) > 1, group_size_for(shape[-1] // 2)):
+    for layout in _layouts(len(shape) > 1, shape[-1] // 2):
         yield x, *layout
 
 
 @gelu_and_mul_group_quant_fp8.register_input_generator
 def _gelu_group_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
     x = torch.randn(shape, **options)
-    for layout in _layouts(len(shape) > 1, group_size_for(shape[-1] // 2)):
+    for layout in _layouts(len(shape) > 1, shape[-1] // 2):
         yield x, "none", *layout
         yield x, "tanh", *layout
 
