@@ -136,10 +136,16 @@ def test_heads_may_be_apart_or_side_by_side(apart):
     assert fused(program, state.qkv, *state.caches)[0] == {CACHED: 1}
 
 
-@pytest.mark.parametrize("options", [{"is_neox": False}, {}])
-@pytest.mark.parametrize("rotary", [SIZE, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kind_of_rotation_and_dtype_is_matched(options, rotary, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "rotary", "options"),
+    [
+        (torch.float32, SIZE, {}),
+        (torch.bfloat16, 4, {}),
+        (torch.bfloat16, SIZE, {"is_neox": False}),
+        (torch.float16, 4, {"is_neox": False}),
+    ],
+)
+def test_every_kind_of_rotation_and_dtype_is_matched(dtype, rotary, options):
     state = State(dtype, rotary)
 
     def program(qkv, key_cache, value_cache):
@@ -194,8 +200,11 @@ def test_norms_rotation_and_write_are_one_op(inplace):
     assert not inplace or not report.kept_copies
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
+    + [(torch.float16, torch.bfloat16)],
+)
 def test_norms_and_rotation_are_one_op(dtype, weight_dtype):
     state = State(dtype)
 

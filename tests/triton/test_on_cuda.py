@@ -184,6 +184,33 @@ def test_a_donated_cache_is_written_in_place_eager_compiled_and_in_a_graph():
             assert_same(tuple(start), want[2:])
 
 
+@pytest.mark.parametrize("norms", [True, False])
+def test_what_a_model_calls_one_by_one_is_one_kernel_in_compiled_code(norms):
+    positions, query, key, value, *caches, slots, query_weight, key_weight, cos_sin, size, _ = normed_and_cached()
+
+    def step(positions, merged, slots, cos_sin, query_weight, key_weight, *caches):
+        query, key, value = merged.split((1024, 256, 256), -1)
+        if norms:
+            query = ir.ops.rms_norm(query.unflatten(-1, (-1, size)), query_weight, EPSILON).flatten(-2)
+            key = ir.ops.rms_norm(key.unflatten(-1, (-1, size)), key_weight, EPSILON).flatten(-2)
+        query, key = ir.ops.rotary_embedding(positions, query, key, cos_sin, size)
+        return query, key, *ir.ops.reshape_and_cache.maybe_inplace(key, value, *caches, slots)
+
+    args = (positions, torch.cat((query, key, value), -1), slots, cos_sin, query_weight, key_weight)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="irframework", fullgraph=True)
+    given = [cache.clone() for cache in caches]
+    with torch.no_grad():
+        got = compiled(*args, *given)
+        report = ir.last_report()
+        want = step(*args, *(cache.clone() for cache in caches))
+    name = "qk_norm_rotary_embedding_reshape_and_cache" if norms else "rotary_embedding_reshape_and_cache"
+    assert report.fusions == {name: 1}
+    assert [t.data_ptr() for t in got[2:]] == [t.data_ptr() for t in given]
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=2**-6, atol=2**-5)
+
+
 def test_no_tokens_write_nothing():
     args = cached()
     none = tuple(a[:0] for a in args[:4])

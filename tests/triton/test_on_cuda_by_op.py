@@ -326,6 +326,20 @@ def test_with_an_output_scale_it_stores_the_codes_of_its_result(lengths, dtype):
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+def test_a_quantisation_behind_attention_is_its_output_scale_in_compiled_code():
+    given, scale = decoding((40, 200, 1)), torch.tensor([0.004], device="cuda")
+    torch._dynamo.reset()
+
+    def step(given, scale):
+        return ir.ops.static_quant_fp8(ir.ops.attention(**given).flatten(-2), scale)
+
+    compiled = torch.compile(step, backend="irframework", fullgraph=True)
+    with torch.no_grad():
+        got = compiled(given, scale)
+        assert ir.last_report().fusions == {"attention": 1}
+        assert torch.equal(got.view(torch.uint8), step(given, scale).view(torch.uint8))
+
+
 def test_tokens_without_keys_or_without_a_sequence_give_zeros():
     given = decoding((500, 20, 1, 30))
     given["seq_lens"][1] = 0
