@@ -209,7 +209,8 @@ class _Fusion:
         outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
         mode = fake_mode_of(fakes)  # a definition that is kept was traced in another graph's
         assert mode is not None
-        return flat, tuple(fresh(node.meta["val"], mode) for node in outputs)
+        with mode, torch.no_grad():  # an op's outputs are contiguous, whatever its body's are
+            return flat, tuple(fresh(node.meta["val"], mode).contiguous() for node in outputs)
 
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
         """Keep the largest miss at a place."""

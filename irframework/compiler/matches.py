@@ -86,7 +86,8 @@ class Judge:
             Refused: There is no such part, or it computes less than the op does.
         """
         inputs = {argument for argument in arguments if isinstance(argument, Node)}
-        turned = [self.table.turned(value) for value in values]
+        # What the graph computes as it is needs no turning: an IR op in it has the same output.
+        turned = [(v, None) if self.table.nodes.get(v.core) else self.table.turned(v) for v in values]
         root = self.table.nodes[turned[skeleton.root_index][0].core]
         last = min(root, key=lambda node: self.position[node])
         inner = self._between([last], inputs)
