@@ -162,7 +162,7 @@ def whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, sampl
     votes: dict[int, int] = {sample: 0}
     for ours, theirs in binding.cores.items():
         own, other = skeleton.table.cores[ours], graph.cores[theirs]
-        shapes = zip(own.shape, other.shape, strict=False)
+        shapes = zip(reversed(own.shape), reversed(other.shape), strict=False)  # there may be more dimensions in front
         for mine, found in (*shapes, *zip(_items(own.args), _items(other.args), strict=False)):
             whole = _whole(found)
             if whole is not None:
