@@ -15,7 +15,7 @@ from typing import Any
 from irframework import bisecting, fusion_state
 from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.fusion_faults import fault_of, same_pattern
-from irframework.compiler.ingredients import Needs, may_occur, ways_of
+from irframework.compiler.ingredients import Needs, apart, may_occur, ways_of
 from irframework.compiler.matches import Match, Refused
 from irframework.compiler.report import graph_number, source_line
 from irframework.compiler.skeletons import Skeleton, Unfit, derive
@@ -58,7 +58,8 @@ def skeletons_of(op: IrOp, present: set[str]) -> list[Skeleton]:
         return []
     kept = _kept.get(op.name)
     if kept is None or kept[0] != bodies:
-        kept = _kept[op.name] = (bodies, _derived(op))
+        with apart():
+            kept = _kept[op.name] = (bodies, _derived(op))
     return kept[1]
 
 

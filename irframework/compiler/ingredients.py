@@ -10,6 +10,7 @@ Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_disable_curren
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 Needs = frozenset[tuple[str, frozenset[str]]]
 """What must occur, each with the IR ops one of which, as one node, stands for it."""
+
+
+def apart() -> AbstractContextManager[Any]:
+    """Outside of the modes of whoever compiles just now: what is derived belongs to no graph."""
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def ingredients_of(cores: Iterable[Core]) -> set[str]:
@@ -54,7 +61,7 @@ def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Needs] | Non
         return None
     found: dict[Needs, None] = {}
     try:
-        with _disable_current_modes(), torch.no_grad():
+        with apart(), torch.no_grad():
             for arguments in shown_calls(op):
                 for body in bodies:
                     if body is op.native and known_by_spelling(op):

@@ -62,7 +62,7 @@ def mm_encoder_attention(
         return collect(attend(q, k, v, visible, scale), cu_seqlens, query.shape[0])
     if seq_lens is not None:
         visible = visible_keys(seq_lens, seq_lens, query.shape[1], query.shape[1], causal=False)
-        return attend(query, key, value, visible, scale)
+        return attend(_aligned(query), _aligned(key), _aligned(value), visible, scale)
     packed = query.dim() == 3
     batched = [tensor.unsqueeze(0) if packed else tensor for tensor in (query, key, value)]
     q, k, v = (_aligned(tensor).transpose(1, 2) for tensor in batched)
@@ -125,8 +125,8 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: T
     tokens = torch.arange(query.shape[0], device=query.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)
     visible = (sequence.unsqueeze(1) == sequence) & (tokens < cu_seqlens[-1])
-    out = attend(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), visible.unsqueeze(0), scale)
-    return out.squeeze(0)
+    q, k, v = (_aligned(tensor).unsqueeze(0) for tensor in (query, key, value))
+    return attend(q, k, v, visible.unsqueeze(0), scale).squeeze(0)
 
 
 @mm_encoder_attention.register_fake

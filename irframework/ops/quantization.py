@@ -21,9 +21,14 @@ FP8_MAX = torch.finfo(FP8).max  # 448
 SMALLEST_SCALE = 1 / (FP8_MAX * 512)  # a row of zeros is divided by this, not by zero
 
 
-def allow_one_code(op: IrOp) -> None:
-    """Let an implementation's codes differ from native's by one step: 1/8 of a normal number, 2^-9 of a small one."""
-    op.override_tolerance(FP8, atol=2.0**-9, rtol=2.0**-3)
+def allow_one_code(op: IrOp, near_zero: float = 2.0**-9) -> None:
+    """Let an implementation's codes differ from native's by one step: 1/8 of a normal number, 2^-9 of a small one.
+
+    Args:
+        op: The op.
+        near_zero: How far small codes may be apart, where they are codes of sums whose terms cancel.
+    """
+    op.override_tolerance(FP8, atol=near_zero, rtol=2.0**-3)
 
 
 def check_scale(op: str, name: str, scale: Tensor) -> None:
