@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from irframework import fusion_state
 
 if TYPE_CHECKING:
-    from irframework.compiler.report import MissedFusion, Report
+    from irframework.compiler.report import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,14 @@ class Fusions:
     @classmethod
     def of(cls, reports: Iterable[Report | None]) -> Fusions:
         """Count what reports say."""
+        from irframework.compiler.report import by_reason
+
         counts: Counter[str] = Counter()
-        misses: dict[tuple[str, str], list[MissedFusion]] = {}
         found = [report for report in reports if report is not None]
         for report in found:
             counts.update(report.fusions)
-            for miss in report.missed_fusions:
-                misses.setdefault((miss.op, miss.reason), []).append(miss)
-        rows = [MissRow(op, len(each), why, each[0].node, each[0].line) for (op, why), each in misses.items()]
-        rows.sort(key=lambda row: (-row.count, row.op, row.reason))
+        misses = by_reason(miss for report in found for miss in report.missed_fusions)
+        rows = [MissRow(op, len(each), why, each[0].node, each[0].line) for (op, why), each in misses]
         fused = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
         return cls(len(found), fused, tuple(rows), any(report.from_cache for report in found))
 

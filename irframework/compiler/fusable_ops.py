@@ -15,11 +15,12 @@ from typing import Any
 from irframework import bisecting, fusion_state
 from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.fusion_faults import fault_of, same_pattern
-from irframework.compiler.ingredients import Needs, apart, may_occur, ways_of
+from irframework.compiler.ingredients import Needs, may_occur, ways_of
 from irframework.compiler.matches import Match, Refused
 from irframework.compiler.report import graph_number, source_line
 from irframework.compiler.skeletons import Skeleton, Unfit, derive
 from irframework.compiler.spelling_check import wrong_spelling
+from irframework.compiler.tracing import apart
 from irframework.errors import IrError
 from irframework.impl import IrOpImpl
 from irframework.notices import say_once
@@ -53,7 +54,8 @@ def skeletons_of(op: IrOp, present: set[str]) -> list[Skeleton]:
     bodies = (op.native, *(spelling.fn for spelling in op.spellings))
     ways = _ways.get(op.name)
     if ways is None or ways[0] != bodies:
-        ways = _ways[op.name] = (bodies, ways_of(op, bodies))
+        with apart():  # what is known of an op belongs to no graph
+            ways = _ways[op.name] = (bodies, ways_of(op, bodies))
     if not may_occur(ways[1], present):
         return []
     kept = _kept.get(op.name)

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from irframework.call_site import is_users, line_text
 from irframework.compiler.call_arguments import Number, Value, constant
-from irframework.compiler.definitions import Definitions, fake_mode_of, fresh
-from irframework.compiler.skeletons import Skeleton, Unfit
+from irframework.compiler.definitions import fake_mode_of, fresh
+from irframework.compiler.skeletons import Skeleton, Unfit, values_of_definition
 from irframework.compiler.tracing import trace
 from irframework.compiler.values import COMMUTATIVE, ValueTable
 from irframework.conditions import Supports
@@ -281,17 +281,10 @@ def _as_dtype(skeleton: Skeleton, dtype: torch.dtype, count: int | None) -> str:
         value.to(dtype) if name in changed and getattr(value, "dtype", None) is torch.float32 else value
         for name, value in zip(op.signature.parameters, skeleton.arguments, strict=True)
     ]
-    definitions = Definitions()
-    expansion = definitions.expand(op, arguments, None, skeleton.body)
-    if expansion is None:
+    found = values_of_definition(op, arguments, skeleton.body)
+    if found is None:
         return ""
-    table = ValueTable(definitions.expand)
-    given = [
-        table.leaf(("parameter", name), value) if isinstance(value, torch.Tensor) else value
-        for name, value in zip(op.signature.parameters, arguments, strict=True)
-    ]
-    outputs = table.outputs(expansion, given)
-    flat = outputs if isinstance(outputs, tuple) else (outputs,)
+    table, flat, _ = found
     return _Text(table, frozenset(skeleton.marks)).of([flat[skeleton.root_index], *flat])
 
 

@@ -3,19 +3,17 @@
 Owns the quick look that saves deriving skeletons, which costs a trace for each way in which an op's arguments steer it.
 It may say yes where there is no match, never no where there is one. Does not look at how ops are connected.
 
-Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_disable_current_modes`,
-`_inductor.decomposition.select_decomp_table`.
+Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_inductor.decomposition.select_decomp_table`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.shown_calls import shown_calls
@@ -30,12 +28,6 @@ _CODES = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 Needs = frozenset[tuple[str, frozenset[str]]]
 """What must occur, each with the IR ops one of which, as one node, stands for it."""
-
-
-def apart() -> AbstractContextManager[Any]:
-    """Outside of the modes of whoever compiles just now: what is derived belongs to no graph."""
-    modes: AbstractContextManager[Any] = _disable_current_modes()
-    return modes
 
 
 def ingredients_of(cores: Iterable[Core]) -> set[str]:
@@ -61,7 +53,7 @@ def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Needs] | Non
         return None
     found: dict[Needs, None] = {}
     try:
-        with apart(), torch.no_grad():
+        with torch.no_grad():
             for arguments in shown_calls(op):
                 for body in bodies:
                     if body is op.native and known_by_spelling(op):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from irframework.compiler.aliasing import storage_of
+from irframework.compiler.aliasing import effects_of, may_write, storage_of
 from irframework.compiler.clones import GRANTED
 from irframework.compiler.definitions import fake_mode_of
 from irframework.compiler.report import location, type_text
@@ -138,19 +137,11 @@ def _written(graph: Graph, *, certain: bool) -> frozenset[Node]:
     """The inputs that a graph overwrites; if not certain, also those that higher-order operators may overwrite."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            found.update(_overwritten(node, node.target))
+        if isinstance(node.target, torch._ops.OpOverload):
+            found.update(effects_of(node).writes if may_write(node) else ())
         elif isinstance(node.target, torch._ops.HigherOrderOperator) and not certain:
             found.update(node.all_input_nodes)
     return frozenset(node for node in found if node.op == "placeholder")
-
-
-def _overwritten(node: Node, target: torch._ops.OpOverload) -> Iterator[Node]:
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            yield from (each for each in values if isinstance(each, Node))
 
 
 def _sharing(inputs: tuple[Node, ...], values: tuple[Any, ...]) -> frozenset[tuple[int, int | Node]]:

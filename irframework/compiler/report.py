@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -65,6 +65,14 @@ class MissedFusion:
     node: str
     reason: str
     line: str = ""
+
+
+def by_reason(misses: Iterable[MissedFusion]) -> list[tuple[tuple[str, str], list[MissedFusion]]]:
+    """Misses of each op for each reason, `((op, reason), misses)`: the most frequent first, then by name."""
+    found: dict[tuple[str, str], list[MissedFusion]] = {}
+    for miss in misses:
+        found.setdefault((miss.op, miss.reason), []).append(miss)
+    return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +204,8 @@ class Report:
 
     def __str__(self) -> str:
         """The summary, and below it what was not fused: each op and reason once, with one of its places."""
-        places: dict[tuple[str, str], list[MissedFusion]] = {}
-        for miss in self.missed_fusions:
-            places.setdefault((miss.op, miss.reason), []).append(miss)
         lines = [self.summary()]
-        for (op, reason), misses in sorted(places.items(), key=lambda item: (-len(item[1]), item[0])):
+        for (op, reason), misses in by_reason(self.missed_fusions):
             more = f" and at {len(misses) - 1} more" if len(misses) > 1 else ""
             where = f" ({misses[0].line})" if misses[0].line else ""
             lines.append(f"  not fused: {op} at {misses[0].node}{where}{more}: {reason}")

@@ -7,7 +7,7 @@ search for them is in `candidates.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from irframework.codegen import number_type
 from irframework.compiler.call_arguments import Value, values_in
 from irframework.compiler.definitions import Definitions
-from irframework.compiler.shown_calls import shown_calls
+from irframework.compiler.shown_calls import SAMPLE, shown_calls
 from irframework.compiler.values import ERASED, ValueTable
 
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
     from irframework.op import IrOp
 
-_SAMPLE = (6, 64)
 _FIRST_MARK = 0.7310585
 
 
@@ -121,14 +120,13 @@ def derive(op: IrOp, body: IrOpImpl | None = None, unfit: list[Unfit] | None = N
 
 def _way(arguments: tuple[Any, ...]) -> Any:
     """What of a call can steer a definition: all but the numbers in tensors, and what is not whole."""
-    return tuple(
-        (each.dim(), each.dtype, each.shape)
-        if isinstance(each, Tensor)
-        else None
-        if type(each) is float
-        else repr(each)
-        for each in arguments
-    )
+
+    def steers(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return argument.dtype, argument.shape
+        return None if type(argument) is float else repr(argument)
+
+    return tuple(map(steers, arguments))
 
 
 def samples_of(op: IrOp, mode: FakeTensorMode, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
@@ -145,7 +143,7 @@ def _guesses(op: IrOp, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
 
     Of all shapes that are likely, the first that native takes counts.
     """
-    rows, width = _SAMPLE
+    rows, width = SAMPLE
     steering: list[list[Any]] = []
     for name, parameter in op.signature.parameters.items():
         kind = number_type(parameter.annotation)
@@ -195,18 +193,10 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
             marked.append(value)
             if not isinstance(value, Tensor):
                 fixed[name] = value
-    definitions = Definitions()
-    expansion = definitions.expand(op, marked, None, body)
-    if expansion is None:
+    found = values_of_definition(op, marked, body)
+    if found is None or not all(isinstance(value, Value) for value in found[1]):
         return None
-    table = ValueTable(definitions.expand)
-    leaves = {n: table.leaf(("parameter", n), v) for n, v in zip(op.signature.parameters, marked, strict=True)}
-    given = [leaves[name] if isinstance(v, Tensor) else v for name, v in zip(leaves, marked, strict=True)]
-    outputs = table.outputs(expansion, given)
-    flat = outputs if isinstance(outputs, tuple) else (outputs,)
-    if not all(isinstance(value, Value) for value in flat):
-        return None
-    tensors = {leaf.core: name for name, leaf in leaves.items() if isinstance(leaf, Value)}
+    table, flat, tensors = found
     below = [_below(table, value.core) for value in flat]
     reach = [len(cores & tensors.keys()) for cores in below]
     index = reach.index(max(reach))
@@ -220,6 +210,28 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     targets = frozenset(table.cores[core].target.partition("[")[0] for core in cores) - ERASED - {"leaf"}
     where = (len(cores), index, root, tuple(others))
     return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets)
+
+
+def values_of_definition(
+    op: IrOp, arguments: Sequence[Any], body: IrOpImpl | None
+) -> tuple[ValueTable, tuple[Any, ...], dict[int, str]] | None:
+    """A definition's values for some arguments: their table, the outputs, and the parameters' names by leaf core.
+
+    None where the definition cannot be traced for them.
+    """
+    definitions = Definitions()
+    expansion = definitions.expand(op, arguments, None, body)
+    if expansion is None:
+        return None
+    table = ValueTable(definitions.expand)
+    given = [
+        table.leaf(("parameter", name), value) if isinstance(value, Tensor) else value
+        for name, value in zip(op.signature.parameters, arguments, strict=True)
+    ]
+    outputs = table.outputs(expansion, given)
+    named = zip(op.signature.parameters, given, strict=True)
+    tensors = {leaf.core: name for name, leaf in named if isinstance(leaf, Value)}
+    return table, outputs if isinstance(outputs, tuple) else (outputs,), tensors
 
 
 def _shape_of_definition(skeleton: Skeleton) -> Any:

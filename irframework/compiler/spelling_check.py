@@ -4,8 +4,7 @@ Owns the comparison, on the calls that the op's input generator yields: what com
 on small real ones on the CPU. Does not own how spellings are registered (`spellings.py`), nor what becomes of a wrong
 one (`fusable_ops.py`).
 
-Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode` and `_disable_current_modes` of
-`torch.utils._python_dispatch`: graphs are compiled under modes in which tensors hold no data.
+Private torch API, read in 2.11 and 2.13: `TorchDispatchMode`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from irframework.compiler.shown_calls import generated_calls
 from irframework.compiler.skeletons import samples_of
 from irframework.errors import SpellingError
 from irframework.torch_ops import op_of
@@ -33,7 +33,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def wrong_spelling(op: IrOp, spelling: IrOpImpl) -> SpellingError | None:
     """The error for a spelling that computes something else than native; None for one that does not."""
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for dtype in _DTYPES:
             for arguments in itertools.islice(_calls(op, dtype), _CALLS):
@@ -55,9 +55,7 @@ def _calls(op: IrOp, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
             yield tuple(_real(value, dtype) if isinstance(value, Tensor) else value for value in call)
         return
     try:
-        made = op.input_generator(shape=(6, 64), dtype=dtype, device="cpu")
-        for call in [made] if isinstance(made, tuple) else made:
-            yield op.bind(tuple(call))
+        yield from generated_calls(op, dtype)
     except Exception:  # a generator need not know all dtypes
         return
 

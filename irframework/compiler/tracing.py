@@ -5,14 +5,14 @@ ops, implementations or graphs that something is inlined into.
 
 Private torch APIs, read in 2.11 and 2.13: `make_fx`, `FunctionalTensor` and its mode,
 `torch._functionalize_has_data_mutation`, `_has_metadata_mutation` and `_was_storage_changed`,
-`in_kernel_invocation_manager`, `_inductor.decomposition.select_decomp_table`,
-`_inductor.config.enable_auto_functionalized_v2`.
+`in_kernel_invocation_manager`, `torch.utils._python_dispatch._disable_current_modes`,
+`_inductor.decomposition.select_decomp_table`, `_inductor.config.enable_auto_functionalized_v2`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 Place = tuple[int, int | None]
 """Where an argument stands: the position in the signature, and the item if a list is there."""
@@ -47,6 +47,12 @@ class Trace:
     dynamic: tuple[Place, ...]
     written: tuple[int, ...]
     is_tuple: bool
+
+
+def apart() -> AbstractContextManager[Any]:
+    """Outside of the modes of whoever compiles just now, in which tensors hold no data and belong to a graph."""
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def _is_dynamic(argument: object) -> bool:

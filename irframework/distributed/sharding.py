@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from irframework.compiler.values import ROW_REDUCTIONS
 from irframework.torch_ops import op_of
 
 _RESIDUAL = ("x", "x_residual")
@@ -40,7 +41,6 @@ _ROWS_OF = {
 }
 _CONVERSIONS = {"prims::convert_element_type", "aten::_to_copy", "aten::clone", "irframework::donate"}
 _RESHAPES = {"aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze"}
-_ROW_REDUCTIONS = {"aten::mean", "aten::sum", "aten::amax", "aten::amin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _torch_op(target: Any, node: Node) -> RowWise | None:
         return RowWise(None, (first,), (0,), False) if kept else None
     if name in _CONVERSIONS:
         return _conversion(target, node, first)
-    if name in _ROW_REDUCTIONS:
+    if name in ROW_REDUCTIONS:
         return _reduction(target, node, first)
     if torch.Tag.pointwise not in target.tags or node.kwargs:
         return None

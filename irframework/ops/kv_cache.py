@@ -142,13 +142,19 @@ def rotary_embedding_reshape_and_cache(
 
     Source: Su et al., "RoFormer" (2021), and Kwon et al. (2023), as its two parts.
     """
-    if positions.dim() != 1:
-        raise ArgumentError(
-            "Op 'rotary_embedding_reshape_and_cache': argument 'positions' must be a vector, it has shape "
-            f"{tuple(positions.shape)}."
-        )
+    check_tokens("rotary_embedding_reshape_and_cache", positions)
     query, key = rotary_embedding.native(positions, query, key, cos_sin_cache, head_size, is_neox)
     return query, key, *reshape_and_cache.native(key, value, key_cache, value_cache, slot_mapping)
+
+
+def check_tokens(op: str, positions: Tensor) -> None:
+    """Raise unless there is one position for each token.
+
+    Raises:
+        ArgumentError: Names the op and the argument's shape.
+    """
+    if positions.dim() != 1:
+        raise ArgumentError(f"Op {op!r}: argument 'positions' must be a vector, it has shape {tuple(positions.shape)}.")
 
 
 @reshape_and_cache.register_value_check

@@ -13,6 +13,7 @@ from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.kv_cache import (
     check_slot_values,
+    check_tokens,
     check_write,
     reshape_and_cache,
     rotary_embedding_reshape_and_cache,
@@ -168,19 +169,11 @@ def qk_norm_rotary_embedding_reshape_and_cache(
 
     Source: As its two parts.
     """
-    _check_tokens(positions)
+    check_tokens("qk_norm_rotary_embedding_reshape_and_cache", positions)
     query, key = qk_norm_rotary_embedding.native(
         positions, query, key, query_weight, key_weight, cos_sin_cache, head_size, epsilon, is_neox
     )
     return query, key, *reshape_and_cache.native(key, value, key_cache, value_cache, slot_mapping)
-
-
-def _check_tokens(positions: Tensor) -> None:
-    if positions.dim() != 1:
-        raise ArgumentError(
-            "Op 'qk_norm_rotary_embedding_reshape_and_cache': argument 'positions' must be a vector, it has shape "
-            f"{tuple(positions.shape)}."
-        )
 
 
 @qk_norm_rotary_embedding_reshape_and_cache.register_fake
@@ -200,7 +193,7 @@ def _shapes_with_caches(
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `_shapes`."""
-    _check_tokens(positions)
+    check_tokens("qk_norm_rotary_embedding_reshape_and_cache", positions)
     _check(positions, query, key, query_weight, key_weight, cos_sin_cache, head_size)
     check_write("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping)
     return (
