@@ -11,7 +11,7 @@ from torch import Tensor
 
 import irframework as ir
 from irframework_triton_kernels.conditions import ADD_NORM, FLOATS, GATED, NORM, launches
-from irframework_triton_kernels.quantizations import groups_fit
+from irframework_triton_kernels.quantizations import groups_divide, groups_fit
 from irframework_triton_kernels.tiles import LONGEST_PART
 
 # --- GELU ---------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def gated_groups_fit(
     x: Tensor, group_size: int = 128, column_major_scales: bool = False, power_of_two_scales: bool = False
 ) -> bool | ir.Rejected:
     """See `groups_fit`; groups are those of one half of a row."""
-    return groups_fit(x[..., : x.shape[-1] // 2], group_size, column_major_scales, power_of_two_scales)
+    return groups_divide(x.shape[-1] // 2, x.dim(), group_size, column_major_scales)
 
 
 def gelu_groups_fit(

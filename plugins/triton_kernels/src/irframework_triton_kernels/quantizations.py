@@ -34,12 +34,17 @@ def groups_fit(
     x: Tensor, group_size: int = 128, column_major_scales: bool = False, power_of_two_scales: bool = False
 ) -> bool | ir.Rejected:
     """A group is held in registers as a whole. One that does not fit rows is a mistake that native explains."""
+    return groups_divide(x.shape[-1], x.dim(), group_size, column_major_scales)
+
+
+def groups_divide(hidden: int, dims: int, group_size: int, column_major_scales: bool) -> bool | ir.Rejected:
+    """Whether rows of codes, `hidden` long, in a tensor of so many dimensions, are whole groups that a kernel takes."""
     if not 0 < group_size <= LONGEST_GROUP:
         return ir.reject(f"group_size is {group_size}, needs 1 to {LONGEST_GROUP}")
-    if x.shape[-1] % group_size:
-        return ir.reject(f"x has a last dimension of {x.shape[-1]}, must be a multiple of group_size={group_size}")
-    if column_major_scales and x.dim() < 2:
-        return ir.reject(f"x has {x.dim()} dimensions, column-major scales need 2 or more")
+    if hidden % group_size:
+        return ir.reject(f"x has a last dimension of {hidden}, must be a multiple of group_size={group_size}")
+    if column_major_scales and dims < 2:
+        return ir.reject(f"x has {dims} dimensions, column-major scales need 2 or more")
     return True
 
 
