@@ -75,6 +75,8 @@ def _stays(target: Any) -> bool:
     name = target._schema.name
     if name in _SPELT_OTHERWISE or target in select_decomp_table():
         return False
+    if target._schema.is_mutable:  # graphs hold its functional form
+        return False
     return torch.Tag.pointwise in target.tags or name in ROW_REDUCTIONS
 
 

@@ -105,6 +105,22 @@ def test_a_body_that_is_no_pattern_is_an_error_with_its_line(fused, body, what):
     assert "# the mistake" in str(raised.value)
 
 
+def test_a_body_that_overwrites_is_found_by_the_calls_of_a_generator_as_well(fused):
+    op = fused(writes)
+    op.register_input_generator(lambda shape, **options: (torch.ones(shape, **options), torch.ones(shape, **options)))
+    with pytest.raises(InvalidFusionError, match="overwrites a tensor"):
+        searched(lambda x, y: torch.tanh(x) * (y + 1), X, X)
+
+
+def test_a_body_may_work_in_place_on_tensors_of_its_own(fused):
+    def double_in_place(x: Tensor) -> Tensor:
+        return torch.tanh(x).add_(x)
+
+    op = fused(double_in_place)
+    op.register_input_generator(lambda shape, **options: (torch.ones(shape, **options),))
+    assert searched(double, X).fusions == {op.name: 1}
+
+
 def test_a_body_that_cannot_be_traced_is_an_error_with_its_line(fused):
     op = fused(leaves_torch)
     op.register_input_generator(lambda shape, dtype, device: (torch.ones(shape, dtype=dtype),))
