@@ -91,6 +91,7 @@ class _Fusion:
         if target == "leaf":
             return
         for core in [core for core in self.table.by_target.get(target, ()) if core in self.places]:
+            self.table.epoch = self.table.epochs[core]  # the definition is computed where the candidate stands
             search = Search(skeleton, self.table)
             try:
                 for binding in search.at(core):

@@ -100,6 +100,8 @@ class ValueTable:
         nodes: The graph's own nodes that compute a core, in order.
         of: The value of each node of the graph; a tuple for several outputs.
         by_target: The numbers of the cores that each target computes, in order.
+        epoch: How many writes stand in front of what is computed now. Equal cores are of one epoch.
+        epochs: The epoch of each core.
     """
 
     expand: Expand
@@ -108,6 +110,7 @@ class ValueTable:
     of: dict[Node, Any] = field(default_factory=dict)
     epoch: int = 0
     by_target: dict[str, list[int]] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
     _known: dict[Any, int] = field(default_factory=dict)
 
     # --- graphs ------------------------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ class ValueTable:
         if number is None:
             number = self._known[key] = len(self.cores)
             self.by_target.setdefault(target, []).append(number)
+            self.epochs.append(self.epoch)
             self.cores.append(Core(target, args, shape, dtype))
         return number
 

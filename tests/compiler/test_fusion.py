@@ -7,8 +7,10 @@ import pytest
 import torch
 from compiler_support import lowered
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import irframework as ir
+from irframework.compiler.fusion import fuse
 from irframework.compiler.report import Report, last_report
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -67,6 +69,28 @@ def family() -> Family:
 
 def inputs(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape or (4, 8)), torch.randn(8)
+
+
+def test_a_write_behind_all_of_a_chain_forbids_nothing(family):
+    def program(x, b, cache):
+        y = family.shift(family.half(x), b)
+        cache.copy_(y)
+        return y
+
+    assert family.counts(family.fused(program, *inputs(), torch.zeros(4, 8))) == (1, 0)
+
+
+def test_chains_on_both_sides_of_a_write_are_found(family):
+    def program(x, b):
+        before = family.shift(family.half(x), b)
+        x.add_(1)
+        return before, family.shift(family.half(x), b)
+
+    graph = make_fx(program, tracing_mode="fake")(*inputs()).graph
+    report = Report()
+    with ir.priority({family.half_shift.name: ["k"]}):
+        fuse(graph, report)
+    assert family.counts(report) == (2, 0)
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.25, 9.999999747378752e-06])
