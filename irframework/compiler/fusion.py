@@ -63,6 +63,7 @@ class _Fusion:
     judge: Judge = field(init=False)
     places: dict[int, list[Node]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
+    no_calls: set[tuple[str, int]] = field(default_factory=set)
     moved: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +92,11 @@ class _Fusion:
         if target == "leaf":
             return
         for core in [core for core in self.table.by_target.get(target, ()) if core in self.places]:
+            if (skeleton.op.name, core) in self.no_calls:
+                self._miss(
+                    skeleton, core, "it is part of what would be this op, for arguments that the op does not take"
+                )
+                continue
             self.table.epoch = self.table.epochs[core]  # the definition is computed where the candidate stands
             search = Search(skeleton, self.table)
             try:
@@ -103,12 +109,13 @@ class _Fusion:
     # --- is it the same function? ------------------------------------------------------------------------------
 
     def _try(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
-        reason: str | None = None
+        reason, is_call = None, False
         ways = _WAYS if len(skeleton.op.registered) > 1 else 1  # what only native can run is no more than a miss
         for arguments in itertools.islice(self._arguments(skeleton, binding), ways):
             values = self._compute(skeleton, arguments)
             if values is None:
                 continue
+            is_call = True
             outputs, fakes = values
             root, _ = self.table.turned(outputs[skeleton.root_index])
             if stripped(self.table, root.core) != core or not self.table.nodes.get(root.core):
@@ -124,6 +131,8 @@ class _Fusion:
                 continue
             self._replace(match)
             return True
+        if not is_call:  # a norm times what is no weight is not raised as a norm without one either
+            self.no_calls.update((skeleton.op.name, each) for each in binding.cores.values() if each != core)
         if reason is not None:
             self._miss(skeleton, core, reason)
         return False

@@ -61,6 +61,27 @@ def double(x: Tensor) -> Tensor:
 
 X = torch.linspace(-2, 2, 32).reshape(4, 8)
 
+
+def scaled_rows(x: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError("the weight must be as long as a row")
+    return double(x) if weight is None else double(x) * weight
+
+
+@pytest.mark.parametrize(
+    ("factor", "count"), [(None, 1), (torch.ones(8), 1), (torch.ones(4, 8), 0)], ids=["none", "weight", "no weight"]
+)
+def test_what_would_be_an_op_with_a_wrong_argument_is_not_found_without_that_argument(fused, factor, count):
+    op = fused(scaled_rows)
+    op.register_input_generator(
+        lambda shape, **options: (torch.ones(shape, **options), torch.ones(shape[-1], **options))
+    )
+    program = double if factor is None else lambda x, w: double(x) * w
+    report = searched(program, X, *(() if factor is None else (factor,)))
+    assert report.fusions.get(op.name, 0) == count
+    assert count or "arguments that the op does not take" in report.missed_fusions[0].reason
+
+
 # --- bodies that are no patterns -----------------------------------------------------------------------------------
 
 
