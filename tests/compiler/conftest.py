@@ -1,6 +1,7 @@
-"""An op with an in-place kernel, and a clean Dynamo for every test."""
+"""Ops that are declared for one test, and a clean Dynamo for every test."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from compiler_support import Kernels, fused_add
 from torch import Tensor
 
 import irframework as ir
+from irframework import notices
+from irframework.registry import Transaction, registry
 
 _numbers = itertools.count()
 
@@ -55,3 +58,23 @@ def scale() -> Any:
         return x * factor
 
     return ir.register_op(name=f"tc_scale_{next(_numbers)}", allow_inplace=True)(native)
+
+
+@pytest.fixture
+def fused() -> Iterator[Any]:
+    """Declare fused ops, each with a provider; they are gone after the test. `plugin=` says whose they are."""
+    transaction = Transaction("acme")
+
+    def declare(
+        native: Any, plugin: Any = None, supports_args: Any = None, fuse: Any = True, **options: Any
+    ) -> ir.IrOp:
+        name = f"tfd_{native.__name__.strip('_')}_{os.getpid()}_{next(_numbers)}"
+        with registry.registering(transaction):
+            op = ir.register_op(name=name, fuse=fuse, **options)(native)
+            op.register_impl("k", supports_args=supports_args)(native)
+        op.plugin = plugin
+        return op
+
+    notices._said.clear()
+    yield declare
+    transaction.roll_back()
