@@ -57,7 +57,8 @@ struct GateArgs {
   bool stream;  // the CPU only: write around the caches
 };
 
-// The activations that only the CPU has kernels for: those of one element each, then those with a gate.
+// The activations that only the CPU has kernels for: those of one element each, then those with a gate, of which the last
+// have it in a tensor of its own.
 enum class Pointwise : int32_t {
   gelu_tanh,
   quick_gelu,
@@ -67,6 +68,8 @@ enum class Pointwise : int32_t {
   fatrelu_and_mul,
   swigluoai_and_mul,
   gelu_and_mul_sparse,
+  silu_mul,
+  gelu_mul,
 };
 
 constexpr bool has_gate(Pointwise function) { return function >= Pointwise::mul_and_silu; }
@@ -74,16 +77,18 @@ constexpr bool has_gate(Pointwise function) { return function >= Pointwise::mul_
 // Row r is written to out[r * cols]; `numel` of the results bounds the last row, where x is cut into rows regardless of its
 // shape.
 struct PointwiseArgs {
-  const void* x;  // rows of cols, or of 2 * cols where there is a gate
+  const void* x;   // rows of cols, or of 2 * cols where a gate is in one tensor with what it multiplies
+  const void* up;  // what a gate in a tensor of its own multiplies, else null
   void* out;
   Rows x_rows;
+  Rows up_rows;
   int64_t cols;
   int64_t numel;
   Pointwise function;
   Type type;
   float first;   // beta; threshold; alpha; how many standard deviations the cutoff is above the mean
   float second;  // epsilon; limit
-  bool tanh;     // of gelu_and_mul_sparse: the approximation
+  bool tanh;     // of gelu_and_mul_sparse and gelu_mul: the approximation
   const void* alphas[2];  // of xielu, positive and negative, one number each
   Type alpha_types[2];
   bool stream;
@@ -157,6 +162,18 @@ struct RotaryArgs {
   bool neox;
   Type type;
   Type cache_type;
+};
+
+// Heads that are rotated by cosines and sines of whole heads, the CPU only.
+struct HeadAnglesArgs {
+  RotaryTensor x;
+  const void* cos;
+  const void* sin;
+  Rows cos_rows;  // one for each token, in the dimensions of tokens; a stride may be 0
+  Rows sin_rows;
+  int64_t head_size;
+  Type type;
+  Type angle_type;
 };
 
 // One of key and value: `heads` heads of `head_bytes` bytes for each token, and the cache, in which a slot's lie side by

@@ -108,6 +108,7 @@ void run(const char* op, const Device& device, RotaryArgs& args, int64_t tokens)
 // The CPU only:
 void run(const char* op, const Device& device, CacheArgs& args, int64_t tokens);
 void run(const char* op, const Device& device, PointwiseArgs& args, int64_t rows);
+void run(const char* op, const Device& device, HeadAnglesArgs& args, int64_t tokens);
 void run(const char* op, const Device& device, GroupQuantArgs& args, int64_t rows);
 void run(const char* op, const Device& device, DequantArgs& args, int64_t rows);
 // With one scale for all rows, which is found first and written to `scale`.

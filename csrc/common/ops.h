@@ -160,6 +160,14 @@ Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit);
 void swigluoai_and_mul_out(const Tensor& x, double alpha, double limit, Tensor out);
 Tensor gelu_and_mul_sparse(const Tensor& x, double deviations, bool tanh_approximation);
 void gelu_and_mul_sparse_out(const Tensor& x, double deviations, bool tanh_approximation, Tensor out);
+Tensor silu_mul(const Tensor& gate, const Tensor& up);
+void silu_mul_out(const Tensor& gate, const Tensor& up, Tensor out);
+Tensor gelu_mul(const Tensor& gate, const Tensor& up, bool tanh_approximation);
+void gelu_mul_out(const Tensor& gate, const Tensor& up, bool tanh_approximation, Tensor out);
+
+// head_angles_ops.cpp, on the CPU only
+Tensor apply_rotary_pos_emb(const Tensor& x, const Tensor& cos, const Tensor& sin);
+void apply_rotary_pos_emb_out(const Tensor& x, const Tensor& cos, const Tensor& sin, Tensor out);
 
 // block_quantisation_ops.cpp, on the CPU only
 CodesAndScales tensor_quant_fp8(const Tensor& x);

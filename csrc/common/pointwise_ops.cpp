@@ -15,11 +15,11 @@ PointwiseArgs arguments(const char* op, const View& x, Pointwise function) {
   return args;
 }
 
-// Writes to `given`, or else to a new tensor.
-Tensor of_elements(const char* op, const Tensor& x, const View& view, PointwiseArgs& args, const Tensor* given) {
+// Writes to `given`, or else to a new tensor. `contiguous`: all that is read is.
+Tensor of_elements(const char* op, const View& view, PointwiseArgs& args, bool contiguous, const Tensor* given) {
   args.numel = view.numel();
   int64_t rows;
-  if (x.is_contiguous()) {
+  if (contiguous) {
     args.cols = kBlock;
     rows = (args.numel + kBlock - 1) / kBlock;
     args.x_rows = contiguous_rows(rows, kBlock);
@@ -39,7 +39,7 @@ Tensor of_elements(const char* op, const Tensor& x, const View& view, PointwiseA
 Tensor of_elements(const char* op, const Tensor& x, Pointwise function, const Tensor* given = nullptr) {
   const View view = view_of(op, "x", x);
   PointwiseArgs args = arguments(op, view, function);
-  return of_elements(op, x, view, args, given);
+  return of_elements(op, view, args, x.is_contiguous(), given);
 }
 
 Tensor of_halves(const char* op, const View& view, PointwiseArgs& args, const Tensor* given) {
@@ -70,6 +70,24 @@ Tensor gated(const char* op, const Tensor& x, Pointwise function, double first, 
   return of_halves(op, view, args, given);
 }
 
+// With a gate in a tensor of its own.
+Tensor of_two(const char* op, const Tensor& gate, const Tensor& up, Pointwise function, bool tanh, const Tensor* given) {
+  const View view = view_of(op, "gate", gate), other = view_of(op, "up", up, view.device);
+  PointwiseArgs args = arguments(op, view, function);
+  if (other.dtype != view.dtype) fail(op, "up must have the dtype of gate");
+  check_same_shape(op, view, other);
+  args.tanh = tanh;
+  args.up = data_of(other);
+  const bool contiguous = gate.is_contiguous() && up.is_contiguous();
+  if (contiguous) {
+    args.up_rows = contiguous_rows((view.numel() + kBlock - 1) / kBlock, kBlock);
+  } else {
+    check_dense_rows(op, other);
+    args.up_rows = rows_of(op, other, other.dims - 1);
+  }
+  return of_elements(op, view, args, contiguous, given);
+}
+
 Tensor xielu_to(const Tensor& x, const Tensor& alpha_p, const Tensor& alpha_n, double beta, double epsilon,
                 const Tensor* given) {
   const char* op = "xielu";
@@ -85,7 +103,7 @@ Tensor xielu_to(const Tensor& x, const Tensor& alpha_p, const Tensor& alpha_n, d
   }
   args.first = static_cast<float>(beta);
   args.second = static_cast<float>(epsilon);
-  return of_elements(op, x, view, args, given);
+  return of_elements(op, view, args, x.is_contiguous(), given);
 }
 
 }  // namespace
@@ -132,6 +150,20 @@ Tensor gelu_and_mul_sparse(const Tensor& x, double deviations, bool tanh_approxi
 }
 void gelu_and_mul_sparse_out(const Tensor& x, double deviations, bool tanh_approximation, Tensor out) {
   gated("gelu_and_mul_sparse", x, Pointwise::gelu_and_mul_sparse, deviations, 0, tanh_approximation, &out);
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  return of_two("silu_mul", gate, up, Pointwise::silu_mul, false, nullptr);
+}
+void silu_mul_out(const Tensor& gate, const Tensor& up, Tensor out) {
+  of_two("silu_mul", gate, up, Pointwise::silu_mul, false, &out);
+}
+
+Tensor gelu_mul(const Tensor& gate, const Tensor& up, bool tanh_approximation) {
+  return of_two("gelu_mul", gate, up, Pointwise::gelu_mul, tanh_approximation, nullptr);
+}
+void gelu_mul_out(const Tensor& gate, const Tensor& up, bool tanh_approximation, Tensor out) {
+  of_two("gelu_mul", gate, up, Pointwise::gelu_mul, tanh_approximation, &out);
 }
 
 }  // namespace irframework_vllm_c

@@ -25,6 +25,7 @@ struct Kernels {
   void (*magnitudes)(const QuantArgs&, int64_t begin, int64_t end, void* scratch);  // writes them to `scales`
   float (*scale_of_all)(const float* magnitudes, int64_t count);
   void (*dequantised)(const DequantArgs&, int64_t begin, int64_t end, void* scratch);
+  void (*head_angles)(const HeadAnglesArgs&, int64_t begin, int64_t end, void* scratch);
 };
 
 extern const Kernels kPlainKernels;

@@ -24,12 +24,14 @@ namespace IRF_NAMESPACE {
 #include "pointwise_kernels.h"
 #include "quantisation_kernels.h"
 #include "rotary_kernels.h"
+#include "head_angles_kernels.h"
 
 }  // namespace IRF_NAMESPACE
 
 const Kernels IRF_TABLE = {IRF_ISA_NAME, IRF_NAMESPACE::norm, IRF_NAMESPACE::gated, IRF_NAMESPACE::quantised,
                            IRF_NAMESPACE::rotary, IRF_NAMESPACE::cached, IRF_NAMESPACE::attended,
                            IRF_NAMESPACE::joined_parts, IRF_NAMESPACE::pointwise, IRF_NAMESPACE::group_quantised,
-                           IRF_NAMESPACE::magnitudes, IRF_NAMESPACE::scale_of_all, IRF_NAMESPACE::dequantised};
+                           IRF_NAMESPACE::magnitudes, IRF_NAMESPACE::scale_of_all, IRF_NAMESPACE::dequantised,
+                           IRF_NAMESPACE::head_angles};
 
 }  // namespace irframework_vllm_c

@@ -103,6 +103,11 @@ void run(const char*, const Device&, RotaryArgs& args, int64_t tokens) {
   run_threads(active_kernels().rotary, args, tokens, 2 * heads * args.head_size * bytes_of(args.type));
 }
 
+void run(const char*, const Device&, HeadAnglesArgs& args, int64_t tokens) {
+  const int64_t element = args.x.heads * bytes_of(args.type) + bytes_of(args.angle_type);
+  run_threads(active_kernels().head_angles, args, tokens, 2 * args.head_size * element);
+}
+
 void run(const char*, const Device&, CacheArgs& args, int64_t tokens) {
   int64_t bytes = 0;
   for (const CachedTensor& tensor : args.tensors) bytes += 2 * tensor.heads * tensor.head_bytes;

@@ -81,6 +81,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(irframework_vllm_c, m) {
   m.def("fatrelu_and_mul(Tensor x, float threshold) -> Tensor");
   m.def("swigluoai_and_mul(Tensor x, float alpha, float limit) -> Tensor");
   m.def("gelu_and_mul_sparse(Tensor x, float deviations, bool tanh_approximation) -> Tensor");
+  m.def("silu_mul(Tensor gate, Tensor up) -> Tensor");
+  m.def("gelu_mul(Tensor gate, Tensor up, bool tanh_approximation) -> Tensor");
+  m.def("apply_rotary_pos_emb(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   m.def("tensor_quant_fp8(Tensor x) -> (Tensor, Tensor)");
   m.def("dynamic_quant_int8(Tensor x) -> (Tensor, Tensor)");
   m.def(
@@ -114,6 +117,12 @@ static void implement_on_the_cpu(torch::stable::detail::StableLibrary& m) {
   m.impl("swigluoai_and_mul.out", TORCH_BOX(&swigluoai_and_mul_out));
   m.impl("gelu_and_mul_sparse", TORCH_BOX(&gelu_and_mul_sparse));
   m.impl("gelu_and_mul_sparse.out", TORCH_BOX(&gelu_and_mul_sparse_out));
+  m.impl("silu_mul", TORCH_BOX(&silu_mul));
+  m.impl("silu_mul.out", TORCH_BOX(&silu_mul_out));
+  m.impl("gelu_mul", TORCH_BOX(&gelu_mul));
+  m.impl("gelu_mul.out", TORCH_BOX(&gelu_mul_out));
+  m.impl("apply_rotary_pos_emb", TORCH_BOX(&apply_rotary_pos_emb));
+  m.impl("apply_rotary_pos_emb.out", TORCH_BOX(&apply_rotary_pos_emb_out));
   m.impl("tensor_quant_fp8", TORCH_BOX(&tensor_quant_fp8));
   m.impl("tensor_quant_fp8.out", TORCH_BOX(&tensor_quant_fp8_out));
   m.impl("dynamic_quant_int8", TORCH_BOX(&dynamic_quant_int8));

@@ -156,25 +156,47 @@ struct LargestGates {
 
 // ---- tensors -----------------------------------------------------------------------------------------------------
 
+// `write` writes the results of a row, of as many columns as it is told, to a sink. Returns whether they were streamed.
+template <typename T, typename Write>
+IRF_INLINE bool write_row(const PointwiseArgs& a, int64_t row, const Write& write) {
+  const int64_t at = row * a.cols, left = a.numel - at;
+  const int64_t cols = left < a.cols ? left : a.cols;
+  T* out = (T*)a.out + at;
+  if (a.stream && may_stream(out, cols)) {
+    TensorSink<true, T> sink{out};
+    write(sink, cols);
+    return true;
+  }
+  TensorSink<false, T> sink{out};
+  write(sink, cols);
+  return false;
+}
+
 template <typename T, typename Row>
-static void pointwise_rows(const PointwiseArgs& a, int64_t begin, int64_t end, const Row& write) {
+static void pointwise_rows(const PointwiseArgs& a, int64_t begin, int64_t end, const Row& of_row) {
   RowCursor cursor;
   seek(cursor, a.x_rows, begin);
   bool streamed = false;
   for (int64_t row = begin; row < end; ++row) {
     const T* x = (const T*)a.x + cursor.offset;
-    const int64_t at = row * a.cols, left = a.numel - at;
-    const int64_t cols = left < a.cols ? left : a.cols;
-    T* out = (T*)a.out + at;
-    if (a.stream && may_stream(out, cols)) {
-      TensorSink<true, T> sink{out};
-      write(x, sink, cols);
-      streamed = true;
-    } else {
-      TensorSink<false, T> sink{out};
-      write(x, sink, cols);
-    }
+    streamed |= write_row<T>(a, row, [&](auto& sink, int64_t cols) { of_row(x, sink, cols); });
     advance(cursor);
+  }
+  if (streamed) finish_stream();
+}
+
+// function(gate) * up, of two tensors.
+template <typename T, typename Function>
+static void product_rows(const PointwiseArgs& a, int64_t begin, int64_t end, const Function& function) {
+  RowCursor gates, ups;
+  seek(gates, a.x_rows, begin);
+  seek(ups, a.up_rows, begin);
+  bool streamed = false;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *gate = (const T*)a.x + gates.offset, *up = (const T*)a.up + ups.offset;
+    streamed |= write_row<T>(a, row, [&](auto& sink, int64_t cols) { product_row(gate, up, function, sink, cols); });
+    advance(gates);
+    advance(ups);
   }
   if (streamed) finish_stream();
 }
@@ -202,6 +224,11 @@ static void pointwise_of_type(const PointwiseArgs& a, int64_t begin, int64_t end
     case Pointwise::gelu_and_mul_sparse:
       if (a.tanh) return pointwise_rows<T>(a, begin, end, LargestGates<GeluTanh>{a.first});
       return pointwise_rows<T>(a, begin, end, LargestGates<GeluErf>{a.first});
+    case Pointwise::silu_mul:
+      return product_rows<T>(a, begin, end, Activation<Gate::silu>{});
+    case Pointwise::gelu_mul:
+      if (a.tanh) return product_rows<T>(a, begin, end, Activation<Gate::gelu_tanh>{});
+      return product_rows<T>(a, begin, end, Activation<Gate::gelu_erf>{});
   }
 }
 
