@@ -35,6 +35,7 @@ _RESERVED_OPS = (
     "block_quantization",
     "multimodal_rotary",
     "normed_rotary",
+    "rotate_half",
     "gated_norm",
     "pointwise_activation",
     "convolution",

@@ -18,7 +18,7 @@ CHOSEN, SUPPORTED, UNSUPPORTED, NO = "chosen", "supported", "unsupported", "no"
 FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": ("layernorm", "gated_norm"),
     "activation": ("activation", "pointwise_activation"),
-    "rotary": ("rotary", "multimodal_rotary", "normed_rotary"),
+    "rotary": ("rotary", "multimodal_rotary", "rotate_half", "normed_rotary"),
     "attention": ("softmax_attention", "latent_attention"),
     "cache": ("kv_cache",),
     "encoder": ("encoder_attention",),

@@ -10,8 +10,10 @@ from irframework.ops.activation import (
     fatrelu_and_mul,
     gelu_and_mul,
     gelu_and_mul_sparse,
+    gelu_mul,
     mul_and_silu,
     silu_and_mul,
+    silu_mul,
     swigluoai_and_mul,
 )
 from irframework.ops.block_quantization import (
@@ -68,6 +70,7 @@ from irframework.ops.pointwise_activation import gelu_fast, gelu_new, quick_gelu
 from irframework.ops.projection import linear, logits, vocab_parallel_embedding
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8, tensor_quant_fp8
 from irframework.ops.rotary import rotary_embedding
+from irframework.ops.rotate_half import apply_rotary_pos_emb
 from irframework.ops.softmax_attention import attention
 from irframework.ops.state_space import selective_scan, selective_state_update
 from irframework.ops.state_space_dual import mamba2_chunk_scan
@@ -83,6 +86,7 @@ __all__ = [
     "all_reduce_fused_add_rms_norm",
     "all_reduce_rms_norm",
     "apply_rotary_emb",
+    "apply_rotary_pos_emb",
     "attention",
     "causal_conv1d",
     "causal_conv1d_update",
@@ -109,6 +113,7 @@ __all__ = [
     "gelu_and_mul_sparse",
     "gelu_and_mul_static_quant_fp8",
     "gelu_fast",
+    "gelu_mul",
     "gelu_new",
     "gemma_rms_norm",
     "group_quant_fp8",
@@ -149,6 +154,7 @@ __all__ = [
     "silu_and_mul_group_quant_fp8",
     "silu_and_mul_quant_nvfp4",
     "silu_and_mul_static_quant_fp8",
+    "silu_mul",
     "static_quant_fp8",
     "swigluoai_and_mul",
     "tensor_quant_fp8",

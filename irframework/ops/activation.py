@@ -1,4 +1,4 @@
-"""Meanings of the gated activations: those with a gate and what it multiplies in one tensor.
+"""Meanings of the gated activations: those with a gate and what it multiplies in one tensor, or in two.
 
 Does not hold kernels, nor the activations without a gate (`pointwise_activation.py`).
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating, widened
+from irframework.symbolic import same_sizes
 
 
 def _halves(op: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,6 +78,77 @@ def _gelu_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, 
     x = torch.randn(shape, **options)
     yield (x,)
     yield x, "tanh"
+
+
+# --- gate and up in two tensors --------------------------------------------------------------------------------------
+
+
+def _check_alike(op: str, gate: Tensor, up: Tensor) -> None:
+    check_floating(op, "gate", gate)
+    if gate.dtype != up.dtype or not same_sizes(gate.shape, up.shape):
+        raise ArgumentError(
+            f"Op {op!r}: arguments 'gate' and 'up' must have the same shape and dtype, they have {tuple(gate.shape)} "
+            f"in {gate.dtype} and {tuple(up.shape)} in {up.dtype}."
+        )
+
+
+@register_op(activations=("gate", "up"), fuse=True)
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate by SiLU: `silu(gate) * up`, as where gate and up are projections of their own.
+
+    `silu_and_mul` has both in one tensor.
+
+    Args:
+        gate: `[..., hidden]`, floating point.
+        up: Like gate.
+
+    Returns:
+        `[..., hidden]`, the dtype of gate; SiLU is rounded to that dtype before the product.
+
+    Raises:
+        ArgumentError: gate is not floating point, or up has another shape or dtype.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU; spelt as in Llama.
+    """
+    _check_alike("silu_mul", gate, up)
+    return F.silu(gate) * up
+
+
+@register_op(activations=("gate", "up"), fuse=True)
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """Gate by GELU: `gelu(gate) * up`, as where gate and up are projections of their own.
+
+    `gelu_and_mul` has both in one tensor.
+
+    Args:
+        gate: `[..., hidden]`, floating point.
+        up: Like gate.
+        approximate: `none` for `v * Phi(v)`, `tanh` for the tanh approximation.
+
+    Returns:
+        `[..., hidden]`, the dtype of gate; GELU is rounded to that dtype before the product.
+
+    Raises:
+        ArgumentError: gate is not floating point, up has another shape or dtype, or `approximate` is another word.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016); Shazeer (2020), GEGLU; spelt as in Gemma.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ArgumentError(f"Op 'gelu_mul': approximate must be 'none' or 'tanh', got {approximate!r}.")
+    _check_alike("gelu_mul", gate, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+@silu_mul.register_input_generator
+def _silu_mul_inputs(shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
+    return torch.randn(shape, **options), torch.randn(shape, **options)
+
+
+@gelu_mul.register_input_generator
+def _gelu_mul_inputs(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    gate, up = torch.randn(shape, **options), torch.randn(shape, **options)
+    yield gate, up
+    yield gate, up, "tanh"
 
 
 # --- other gates -----------------------------------------------------------------------------------------------------
