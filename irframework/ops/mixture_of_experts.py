@@ -372,8 +372,9 @@ def _some_ids(lead: tuple[int, ...], top_k: int, experts: int, device: Any) -> T
 
 @moe_align_block_size.register_input_generator
 def _align_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
-    experts = 2 * shape[-1]
-    ids = _some_ids(shape[:-1], shape[-1], experts, device)
+    """`shape` is that of the ids, so the last dimension is how many each token has; 256 experts at most."""
+    experts = min(2 * shape[-1], 256)
+    ids = _some_ids(shape[:-1], shape[-1], 2 * shape[-1], device) % experts
     yield ids, 16, experts
     yield ids, 1, experts
     yield torch.where(ids < shape[-1], ids, -1).long(), 5, experts

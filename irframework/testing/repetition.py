@@ -19,7 +19,7 @@ from irframework.contract import described_call
 from irframework.memory import storage_key
 from irframework.op import NATIVE, IrOp
 from irframework.testing.findings import Findings, bits_of, check_alive, same_bits, wait_for
-from irframework.testing.samples import DTYPES, of_their_own, usual_call
+from irframework.testing.samples import dtypes_of, of_their_own, usual_call
 
 _AGAIN = ((5, 34), (37, 256), (513, 128), (2, 16386))
 _BATCHES = ((300, 64), (33, 34), (7, 4096), (300, 5120))  # (rows, length)
@@ -32,7 +32,7 @@ _PATIENCE = 30.0  # seconds
 def try_again(findings: Findings, device: str) -> None:
     """The same call twice."""
     impl = findings.impl
-    for dtype in DTYPES:
+    for dtype in dtypes_of(impl.op):
         for shape in _AGAIN:
             args = usual_call(impl, shape, dtype, device)
             if args is None:
@@ -55,7 +55,7 @@ def try_rows_alone(findings: Findings, device: str) -> None:
     if not impl.batch_invariant:
         findings.skip("batch_invariant", "it does not declare batch_invariant=True")
         return
-    for dtype in DTYPES:
+    for dtype in dtypes_of(impl.op):
         for rows, length in _BATCHES:
             args = usual_call(impl, (rows, length), dtype, device)
             if args is None:

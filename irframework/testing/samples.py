@@ -83,7 +83,7 @@ def samples(op: IrOp, device: str) -> Iterator[Sample]:
     Raises:
         InvalidOpError: The op has no input generator.
     """
-    for dtype in DTYPES:
+    for dtype in dtypes_of(op):
         for shape in SHAPES if dtype is not torch.float64 else _FEW[:1]:
             for kind, args in calls(op, shape, dtype, device):
                 if kind and shape not in _FEW:
@@ -123,6 +123,17 @@ def calls(op: IrOp, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
                 return
         else:
             yield kind, args
+
+
+def dtypes_of(op: IrOp) -> tuple[torch.dtype, ...]:
+    """The dtypes that an op's calls are generated in; only the first where they hold no such numbers, but ids, say."""
+    made = _generated(op, _FEW[0], DTYPES[0], "cpu")
+    others = _generated(op, _FEW[0], DTYPES[1], "cpu")
+    return DTYPES[:1] if made and _kinds(made) == _kinds(others) else DTYPES
+
+
+def _kinds(made: list[tuple[Any, ...]]) -> list[list[Any]]:
+    return [[map_tensors(lambda tensor: tensor.dtype, value) for value in args] for args in made]
 
 
 def usual_call(impl: IrOpImpl, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = _SEED) -> Any:

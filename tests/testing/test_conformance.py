@@ -10,6 +10,7 @@ import pytest
 import irframework as ir
 from irframework import contract, errors
 from irframework.testing import check_impl
+from irframework.testing.samples import DTYPES, dtypes_of
 
 DOCS = Path(__file__).parents[2] / "docs/conformance.md"
 PLUGIN = """
@@ -71,3 +72,8 @@ def test_a_rule_that_does_not_exist_is_an_error_with_the_closest():
 def test_a_provider_without_that_op_is_an_error():
     with pytest.raises(errors.UnknownProviderError, match="'silu_and_mul'"):
         check_impl("silu_and_mul", "nobody")
+
+
+def test_calls_that_hold_no_numbers_of_a_dtype_are_made_once():
+    assert dtypes_of(ir.ops.moe_align_block_size) == DTYPES[:1]
+    assert dtypes_of(ir.ops.relu2) == DTYPES
