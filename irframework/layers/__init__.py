@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from irframework.layers.mamba2 import MambaMixer2, Mixer2GatedRMSNorm
     from irframework.layers.moe import FusedMoE
     from irframework.layers.norm import GemmaRMSNorm, RMSNorm
+    from irframework.layers.normed_rotary import NormedRotaryEmbedding
     from irframework.layers.parallel_layer import Group, ParallelLayer, load_full
     from irframework.layers.parallel_linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
     from irframework.layers.pluggable_layer import PluggableLayer
+    from irframework.layers.quantization import Quantization
     from irframework.layers.rotary import RotaryEmbedding
     from irframework.layers.short_convolution import ShortConv
     from irframework.layers.vocabulary import ParallelLMHead, VocabParallelEmbedding
@@ -36,9 +38,11 @@ _MODULES = {
     "MambaMixer": "mamba",
     "MambaMixer2": "mamba2",
     "Mixer2GatedRMSNorm": "mamba2",
+    "NormedRotaryEmbedding": "normed_rotary",
     "ParallelLMHead": "vocabulary",
     "ParallelLayer": "parallel_layer",
     "PluggableLayer": "pluggable_layer",
+    "Quantization": "quantization",
     "RMSNorm": "norm",
     "ReplicatedLinear": "parallel_linear",
     "RotaryEmbedding": "rotary",
@@ -65,9 +69,11 @@ __all__ = [
     "MambaMixer",
     "MambaMixer2",
     "Mixer2GatedRMSNorm",
+    "NormedRotaryEmbedding",
     "ParallelLMHead",
     "ParallelLayer",
     "PluggableLayer",
+    "Quantization",
     "RMSNorm",
     "ReplicatedLinear",
     "RotaryEmbedding",

@@ -3,10 +3,11 @@
 Owns the group that a layer is divided over, how a full tensor is divided, and loading. Does not own what a layer
 computes, nor its replacement by plugins (`replacement.py`).
 
-Private torch API, read in 2.11 and 2.13: `nn.Module._parameters`, `_buffers` and `_non_persistent_buffers_set`.
+Private torch API, read in 2.11 and 2.13: `nn.Module._parameters`, `_buffers` and `_non_persistent_buffers_set`;
+`nn.Module._apply`, which `.to`, `.half` and `.to_empty` go through.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -142,10 +143,12 @@ class ParallelLayer(PluggableLayer):
     Attributes:
         group: The processes that it is divided over.
         merged_from: Names of the neighbouring modules whose weights it holds one behind the other, or none.
+        exact_buffers: Names of the buffers that keep their dtype when the model's is changed.
     """
 
     group: Group
     merged_from: tuple[str, ...] = ()
+    exact_buffers: tuple[str, ...] = ()
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
@@ -155,6 +158,24 @@ class ParallelLayer(PluggableLayer):
         """Show the shapes of the parameters that this process holds, and its place in the group."""
         shown = [f"{name}={list(tensor.shape)}" for name, tensor in _own_tensors(self)]
         return ", ".join([*shown, *[f"rank {self.group.rank} of {self.group.size}"][: self.group.size > 1]])
+
+    def exact_buffer(self, name: str, device: Any) -> Tensor:
+        """Return an exact buffer as it is when the layer is built."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has the exact buffer {name!r}, and does not say what is in it."
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ParallelLayer":
+        """Move exact buffers without rounding them; build those that only now get memory."""
+        before = {name: getattr(self, name) for name in self.exact_buffers}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, exact in before.items():
+            now = getattr(self, name)
+            if exact.is_meta and not now.is_meta:
+                setattr(self, name, self.exact_buffer(name, now.device))
+            elif now.dtype != exact.dtype:
+                setattr(self, name, exact.to(now.device))
+        return self
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return what this process holds of a full parameter; here all of it.

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from irframework.errors import LayerSizeError
+from irframework.errors import ConfigError, LayerSizeError
 from irframework.layers.parallel_layer import Group, ParallelLayer, Rows
+from irframework.ops.fused_collectives import all_gather_linear, linear_reduce_scatter
 from irframework.ops.projection import linear
 
 
@@ -81,6 +82,8 @@ class ColumnParallelLinear(_Linear):
         copies: How many neighbouring processes hold the same columns of each merged layer; default: 1. Used for heads
             of keys and values where there are fewer of them than processes.
         merged_from: Names of the merged layers in the model that weights come from, e.g. `("gate_proj", "up_proj")`.
+        sequence_parallel: Each process comes with its part of the tokens, the first dimension, and all are gathered
+            by the product itself: the op `all_gather_linear`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -103,6 +106,7 @@ class ColumnParallelLinear(_Linear):
         gather_output: bool = False,
         copies: Sequence[int] | None = None,
         merged_from: Sequence[str] = (),
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: Any = None,
     ) -> None:
@@ -115,6 +119,7 @@ class ColumnParallelLinear(_Linear):
         self.rows = rows
         self.gather_output = gather_output
         self.merged_from = tuple(merged_from)
+        self.sequence_parallel = sequence_parallel
         self.output_sizes = rows.sizes if gather_output else rows.local
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
@@ -127,7 +132,11 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the columns of `x @ weight.T + bias` that this process holds, or all of them."""
-        y: Tensor = linear(x, self.weight, self.bias)
+        y: Tensor
+        if self.sequence_parallel and self.group.size > 1:
+            y = all_gather_linear(x, self.weight, self.bias, self.group.name, self.group.size)
+        else:
+            y = linear(x, self.weight, self.bias)
         if not self.gather_output or self.group.size == 1:
             return y
         if len(self.rows.sizes) == 1:
@@ -146,6 +155,8 @@ class RowParallelLinear(_Linear):
         group: The processes; None for a layer that is not divided.
         input_is_parallel: Rows come in divided, as a `ColumnParallelLinear` gives them; else they are cut here.
         reduce: Add up over the processes. Else each has its part of the sum, which the caller adds up.
+        sequence_parallel: Give each process its part of the tokens, the first dimension, which the processes divide
+            evenly, and let the product itself add up: the op `linear_reduce_scatter`.
         dtype: Of the parameters.
         device: Of the parameters.
 
@@ -155,6 +166,7 @@ class RowParallelLinear(_Linear):
 
     Raises:
         LayerSizeError: The input columns cannot be divided evenly.
+        ConfigError: Tokens are to be divided, and sums are not to be added up.
     """
 
     def __init__(
@@ -166,6 +178,7 @@ class RowParallelLinear(_Linear):
         group: Any = None,
         input_is_parallel: bool = True,
         reduce: bool = True,
+        sequence_parallel: bool = False,
         dtype: torch.dtype | None = None,
         device: Any = None,
     ) -> None:
@@ -174,6 +187,9 @@ class RowParallelLinear(_Linear):
         super().__init__(share, out_features, bias, dtype, device, divided)
         self.input_is_parallel = input_is_parallel
         self.reduce = reduce
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel and not reduce:
+            raise ConfigError("reduce=False leaves parts of sums: sequence_parallel=True has nothing to divide.")
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return this process's columns of a full weight, or the whole bias."""
@@ -183,5 +199,10 @@ class RowParallelLinear(_Linear):
         """Return `x @ weight.T + bias`, or this process's part of it."""
         if not self.input_is_parallel:
             x = self.group.part_of(x, -1)
-        y: Tensor = linear(x, self.weight, self.bias if self.group.rank == 0 else None)
+        bias = self.bias if self.group.rank == 0 else None
+        y: Tensor
+        if self.sequence_parallel and self.group.size > 1:
+            y = linear_reduce_scatter(x, self.weight, bias, self.group.name, self.group.size)
+            return y
+        y = linear(x, self.weight, bias)
         return self.group.all_reduce(y) if self.reduce else y

@@ -1,8 +1,6 @@
 """The rotary embedding with its table of cosines and sines, built for a model's base and scaling.
 
 Owns the tables. Does not own what a rotation means (`ops/rotary.py`).
-
-Private torch API, read in 2.11 and 2.13: `nn.Module._apply`, which `.to`, `.half` and `.to_empty` go through.
 """
 
 import math
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from irframework.errors import ConfigError, LayerSizeError, suggest
 from irframework.layers.parallel_layer import ParallelLayer
+from irframework.ops.kv_cache import rotary_embedding_reshape_and_cache
 from irframework.ops.rotary import rotary_embedding
 
 
@@ -43,6 +42,7 @@ class RotaryEmbedding(ParallelLayer):
     """
 
     cos_sin_cache: Tensor
+    exact_buffers = ("cos_sin_cache",)
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class RotaryEmbedding(ParallelLayer):
         self.dtype = dtype
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_size:
             raise LayerSizeError(f"rotary_dim={self.rotary_dim} must be even, and at most head_size={head_size}.")
-        self.register_buffer("cos_sin_cache", self._table(device), persistent=False)
+        self.register_buffer("cos_sin_cache", self.exact_buffer("cos_sin_cache", device), persistent=False)
 
     @classmethod
     def from_config(cls, config: Any, **changes: Any) -> "RotaryEmbedding":
@@ -88,7 +88,12 @@ class RotaryEmbedding(ParallelLayer):
         given.setdefault("rotary_dim", int(given["head_size"] * said.get("partial_rotary_factor", 1.0)))
         return cls(**given)
 
-    def _table(self, device: Any) -> Tensor:
+    def exact_buffer(self, name: str, device: Any) -> Tensor:
+        """Return the table, `[max_positions, rotary_dim]`.
+
+        Raises:
+            ConfigError: The scaling is of an unknown kind, or lacks a number.
+        """
         kind = self.scaling.get("rope_type", "default")
         if kind not in _FREQUENCIES:
             raise ConfigError(f"rope_type {kind!r} has no table here.{suggest(str(kind), _FREQUENCIES)}")
@@ -100,15 +105,6 @@ class RotaryEmbedding(ParallelLayer):
         positions = torch.arange(self.max_positions, dtype=torch.float32, device=device)
         angles = positions.unsqueeze(1) * frequencies
         return (torch.cat((angles.cos(), angles.sin()), -1) * factor).to(self.dtype)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        """Move the table, or build it anew where a conversion would round it or memory was only now given to it."""
-        before = self.cos_sin_cache
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        now = self.cos_sin_cache
-        if now.dtype != self.dtype or (before.is_meta and not now.is_meta):
-            self.cos_sin_cache = self._table(now.device)
-        return self
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the rotated query and key; without a key, the second is None.
@@ -122,6 +118,44 @@ class RotaryEmbedding(ParallelLayer):
             positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox
         )
         return rotated
+
+    def with_cache(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rotate, and write keys and values to a paged cache: the op `rotary_embedding_reshape_and_cache`.
+
+        Args:
+            positions: `[tokens]`, int32 or int64.
+            query: `[tokens, heads * head_size]` or `[tokens, heads, head_size]`.
+            key: Like query, with its own number of heads.
+            value: Like key, with heads of any size.
+            key_cache: `[num_blocks, block_size, kv_heads, head_size]`. It is given away: use the one that comes back.
+            value_cache: Like key_cache, with the size of a value.
+            slot_mapping: Where each token goes, `[tokens]`.
+
+        Returns:
+            The rotated query and key, and both caches.
+        """
+        written: tuple[Tensor, Tensor, Tensor, Tensor] = rotary_embedding_reshape_and_cache.maybe_inplace(
+            positions,
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            self.cos_sin_cache,
+            self.head_size,
+            self.is_neox,
+        )
+        return written
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
