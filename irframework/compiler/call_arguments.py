@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 Shape = tuple[Any, ...]
+_NARROW = (torch.bfloat16, torch.float16)
 _NO_DEFAULT = object()
 
 
@@ -82,6 +83,12 @@ def constant(number: Number) -> Any:
     """The Python float behind a number, or None where it is no plain number."""
     value = number.value
     return value[0] if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) else None
+
+
+def is_held(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor full of this number holds it as it is: a narrow one rounds, an op beside a number does not."""
+    plain = constant(value) if isinstance(value, Number) else None
+    return plain is not None and (dtype not in _NARROW or torch.tensor(plain, dtype=dtype).item() == plain)
 
 
 def clamped(number: Any, size: int, default: int) -> Any:

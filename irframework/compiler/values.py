@@ -28,6 +28,7 @@ from irframework.compiler.call_arguments import (
     constant,
     filled_arguments,
     from_the_end,
+    is_held,
     mapped_nodes,
     mapped_values,
     number,
@@ -312,7 +313,7 @@ class ValueTable:
         """The number that a tensor is full of, which means the same beside another tensor of its shape and dtype."""
         if isinstance(arg, Value) and arg.shape == shape:
             core = self.cores[arg.core]
-            if core.target in _FULL and core.dtype == dtype and isinstance(core.args[1], Number):
+            if core.target in _FULL and core.dtype == dtype and is_held(core.args[1], dtype):
                 return core.args[1]
         return arg
 

@@ -1,5 +1,6 @@
 """Programs as graphs, which are searched for fused ops by themselves: no compiler, no Inductor."""
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ W = torch.linspace(0.5, 2, 8)
 
 
 def traced(program: Any, *inputs: Any) -> GraphModule:
+    """The graph as AOT autograd makes it for inference: decomposed, and without what nobody reads."""
     with torch.no_grad():
-        return make_fx(program, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs)
+        module = make_fx(program, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs)
+    module.graph.eliminate_dead_code()
+    return module
 
 
 def fused_in(module: GraphModule) -> Report:
@@ -47,3 +51,14 @@ def copies(values: Any) -> list[Any]:
 def calls_of(module: GraphModule, op: Any) -> list[Node]:
     """The nodes of a graph that call an op."""
     return [node for node in module.graph.nodes if node.target is op.torch_op]
+
+
+_KINDS = {"factor": float, "other": float, "count": int, "mode": str, "whole": bool}
+
+
+def body_of(function: Any, outputs: int = 1) -> Any:
+    """A function without annotations as the body of an op: all but the parameters with these names are tensors."""
+    kinds: dict[str, Any] = {name: _KINDS.get(name, Tensor) for name in signature(function).parameters}
+    function.__name__ = "body"
+    function.__annotations__ = {**kinds, "return": Tensor if outputs == 1 else tuple[(Tensor,) * outputs]}
+    return function

@@ -1,0 +1,28 @@
+"""Each rule of the matcher is switched off, and the test of that rule fails: none of them is there for nothing."""
+
+import pytest
+from mutation import Mutant, StaleError, applied, called, mutants
+
+from irframework.registry import registry
+
+_CRASHES = (NameError, AttributeError, TypeError, SyntaxError)  # by which a mutant would die of itself
+MUTANTS = mutants()
+
+
+@pytest.fixture(autouse=True)
+def _no_other_ops(monkeypatch):
+    """The tests bring the ops that they need; those of this framework would be derived again for each mutant."""
+    for op in registry.ops.values():
+        monkeypatch.setattr(op, "fuse", False)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.rule.replace(" ", "_"))
+def test_a_rule_that_is_switched_off_fails_its_test(mutant: Mutant, request):
+    with applied(mutant), pytest.raises((Exception, pytest.fail.Exception)) as failed:
+        called(mutant.test, request.getfixturevalue)
+    assert not isinstance(failed.value, (*_CRASHES, StaleError)), f"{mutant.rule}: {failed.value!r} is no answer"
+
+
+def test_every_rule_has_one_line():
+    rules = [mutant.rule for mutant in MUTANTS]
+    assert sorted(set(rules)) == sorted(rules)
