@@ -27,7 +27,9 @@ MODULES = {
     "add_rms_norm_groups_kernel": "norms",
     "gated_kernel": "gated",
     "gated_rows_kernel": "gated",
+    "gates_apart_kernel": "gated",
     "rotary_kernel": "rotary",
+    "rotate_half_kernel": "rotate_half",
     "cache_kernel": "kv_cache",
     "rotary_cache_kernel": "kv_cache",
     "activation_kernel": "activations",
@@ -41,7 +43,7 @@ MODULES = {
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
     "query", "key", "value", "cache", "query_weight", "key_weight", "query_out", "key_out", "key_cache", "value_cache",
-    "alpha_p", "alpha_n",
+    "alpha_p", "alpha_n", "x_up", "cos", "sin",
 )  # fmt: skip
 VALUES, STATIC, DYNAMIC, INT8 = range(4)
 AROUND_ONE = 2
@@ -131,6 +133,9 @@ CASES = [
     grouped("add_rms_norm_groups_kernel", 7168, group_size=128, column_major=True, power_of_two=True),
     grouped("add_rms_norm_groups_kernel", 4096, group_size=64, column_major=False, power_of_two=False),
     grouped("add_rms_norm_groups_kernel", 100_000, group_size=32, column_major=False, power_of_two=False),
+    Case("gates_apart_kernel", 4, {"activation": SILU, **ELEMENTS}),
+    Case("gates_apart_kernel", 4, {"activation": GELU_TANH, **ELEMENTS}),
+    Case("rotate_half_kernel", 4, {"tile_heads": 16, "block": 64}),
 ]
 # Tokens of 256 experts, and of 256 in 8 groups: they are not what memory is read for, so how it is read is not tested.
 ROUTING = {"top_k": 8, "top_block": 8, "renormalize": True, "tile_rows": 2}
@@ -209,7 +214,7 @@ def compiled(
             for position, name in enumerate(kernel.arg_names)
             if aligned
             and (types[name] == "i32" or types[name].startswith("*"))
-            and name not in ("rows", "batches", "positions_count", "slot_count", "positions", "slots")
+            and name not in ("rows", "batches", "positions_count", "slot_count", "positions", "slots", "tokens")
         },
     )
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": case.warps})
@@ -297,7 +302,9 @@ ONES = {
     "add_rms_norm_groups_kernel": ("hidden", "batches", "x_stride", "x_residual_stride"),
     "gated_kernel": ("length", "x_stride"),
     "gated_rows_kernel": ("length", "x_stride"),
+    "gates_apart_kernel": ("length", "x_stride", "x_up_stride"),
     "rotary_kernel": ("query_heads", "key_heads", "half", "query_head_stride", "positions_count"),
+    "rotate_half_kernel": ("tokens", "heads", "half", "x_head_stride", "cos_token_stride", "sin_token_stride"),
     "cache_kernel": ("key_heads", "key_size", "value_heads", "value_size", "key_stride", "slot_count"),
     "rotary_cache_kernel": ("query_heads", "key_heads", "value_heads", "value_size", "half", "slot_count"),
     "activation_kernel": ("length", "x_stride"),

@@ -18,6 +18,7 @@ def kernels():
         kv_cache,
         norms,
         rotary,
+        rotate_half,
         routing,
     )
 
@@ -28,7 +29,9 @@ def kernels():
         norms.add_rms_norm_groups_kernel,
         gated.gated_kernel,
         gated.gated_rows_kernel,
+        gated.gates_apart_kernel,
         rotary.rotary_kernel,
+        rotate_half.rotate_half_kernel,
         kv_cache.cache_kernel,
         kv_cache.rotary_cache_kernel,
         activations.activation_kernel,

@@ -71,6 +71,37 @@ def test_activations_are_near_float64(dtype, length):
         assert_near_native("fatrelu_and_mul", x, threshold)
 
 
+def angles(batch: int, tokens: int, size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    at = random(batch, tokens, size)
+    return at.cos().to(dtype), at.sin().to(dtype)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gates_that_are_a_tensor_of_their_own_are_near_float64(dtype, length):
+    gate, up = 2 * random(5, length, dtype=dtype), random(5, 2 * length, dtype=dtype, seed=2)[:, length:]
+    assert_near_native("silu_mul", gate, up)
+    for approximate in ("none", "tanh"):
+        assert_near_native("gelu_mul", gate, up, approximate)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [2, 64, 96, 128, 256])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_are_turned_as_native_turns_them(dtype, size, batch):
+    x = random(2, 5, 9 * size, dtype=dtype)[..., size:].unflatten(-1, (8, size))
+    for heads in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        for angles_dtype in (dtype, torch.float32):
+            cos, sin = angles(batch, 5, size, angles_dtype)
+            got = ir.ops.apply_rotary_pos_emb(heads, cos, sin)
+            want = ir.ops.apply_rotary_pos_emb.native(heads, cos, sin)
+            assert got.is_contiguous()
+            if dtype != torch.float32 and angles_dtype == dtype:
+                assert torch.equal(got, want)
+            else:  # in float32, a product and a sum may be one step
+                torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("hidden", LENGTHS)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_gemma_norms_are_near_float64(dtype, hidden):
@@ -370,6 +401,9 @@ CALLS = {
     "tensor_quant_fp8": lambda: (random(7, 256),),
     "group_quant_fp8": lambda: (random(7, 256), 64, True, True),
     "dynamic_quant_int8": lambda: (random(7, 256),),
+    "silu_mul": lambda: (random(7, 256), random(7, 256, seed=2)),
+    "gelu_mul": lambda: (random(7, 256), random(7, 256, seed=2), "tanh"),
+    "apply_rotary_pos_emb": lambda: (random(2, 7, 3, 64), *angles(1, 7, 64)),
     "fused_topk": lambda: (random(7, 256), 8, True),
     "grouped_topk": lambda: (random(7, 256), 8, 8, 4, True, "sigmoid", random(256), 2.5),
     "gemma_rms_norm": lambda: (random(7, 256), random(256), EPSILON),

@@ -49,6 +49,9 @@ OPS = (
     "fused_add_rms_norm_group_quant_fp8",
     "qk_norm_rotary_embedding",
     "qk_norm_rotary_embedding_reshape_and_cache",
+    "silu_mul",
+    "gelu_mul",
+    "apply_rotary_pos_emb",
 )
 # What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
 DEPENDENT = ("tensor_quant_fp8", "attention")
@@ -201,6 +204,38 @@ def test_an_unknown_approximation_is_refused_with_the_reason(impl):
 )
 def test_activating_something_else_is_refused_with_the_reason(impl, name, arguments, why):
     assert why in reason(impl(name).supports_args(*arguments))
+
+
+HEADS, ANGLES = torch.ones(2, 3, 4, 8), torch.ones(1, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("silu_mul", (X.double(), X.double()), "gate is float64"),
+        ("silu_mul", (X, X.half()), "up is float16"),
+        ("silu_mul", (X, X[:1]), "needs the shape of gate"),
+        ("gelu_mul", (X, torch.ones(8, 2).t()), "stride 1"),
+        ("gelu_mul", (torch.tensor(1.0), torch.tensor(1.0)), "the last dimension of gate"),
+        ("gelu_mul", (X, X, "fast"), "approximate is 'fast'"),
+        ("apply_rotary_pos_emb", (HEADS.double(), ANGLES, ANGLES), "x is float64"),
+        ("apply_rotary_pos_emb", (HEADS[0], ANGLES, ANGLES), "x has 3 dimensions"),
+        ("apply_rotary_pos_emb", (HEADS, ANGLES[0], ANGLES[0]), "cos has 2 dimensions"),
+        ("apply_rotary_pos_emb", (HEADS, ANGLES, ANGLES.half()), "sin is float16"),
+        ("apply_rotary_pos_emb", (HEADS, ANGLES, ANGLES.expand(2, 3, 8)), "needs the shape of cos"),
+        ("apply_rotary_pos_emb", (HEADS[..., :4], ANGLES, ANGLES), "cos has 8 elements for a head of 4"),
+        ("apply_rotary_pos_emb", (HEADS[..., :7], ANGLES[..., :7], ANGLES[..., :7]), "an even number"),
+        ("apply_rotary_pos_emb", (HEADS.transpose(2, 3).contiguous().transpose(2, 3), ANGLES, ANGLES), "stride 1"),
+    ],
+)
+def test_what_models_write_out_otherwise_is_refused_with_the_reason(impl, name, arguments, why):
+    assert why in reason(impl(name).supports_args(*arguments))
+
+
+def test_heads_of_any_strides_and_angles_for_all_sequences_or_each_are_taken(impl):
+    takes = impl("apply_rotary_pos_emb").supports_args
+    assert takes(torch.ones(2, 4, 3, 8).transpose(1, 2), ANGLES, ANGLES) is True
+    assert takes(torch.ones(2, 3, 96)[..., 32:64].unflatten(-1, (4, 8)), *(torch.ones(2, 3, 8).half(),) * 2) is True
 
 
 @pytest.mark.parametrize(

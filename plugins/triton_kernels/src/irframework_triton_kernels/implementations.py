@@ -1,7 +1,7 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
-Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `quantizations` and `routing`. The
-kernels, and with them Triton, are imported at the first call.
+Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `normed_rotary`, `quantizations`,
+`routing` and `written_out`. The kernels, and with them Triton, are imported at the first call.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from irframework_triton_kernels import (
     normed_rotary,
     quantizations,
     routing,
+    written_out,
 )
 from irframework_triton_kernels.availability import triton_runs
 from irframework_triton_kernels.conditions import ADD_NORM, FLOATS, GATED, INTEGERS, NORM
@@ -359,6 +360,7 @@ def register(provider: str) -> None:
         overwrites=True,
     )
     activations.register(add)
+    written_out.register(add)
     quantizations.register(add)
     fused_quantizations.register(add)
     gemma_norms.register(add)

@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-"""The gated activations and the quantisations, which are the same kernels: one without a gate, one without codes."""
+"""The gated activations and the quantisations, which are the same kernels: one without a gate, one without codes.
+
+And the gates that are a tensor of their own, which end in no codes.
+"""
 
 import triton
 import triton.language as tl
@@ -22,7 +25,7 @@ NO_GATE = tl.constexpr(3)
 
 
 @triton.jit
-def _activated(gate, activation: tl.constexpr):
+def activated(gate, activation: tl.constexpr):
     """The activation of float32 values."""
     if activation == SILU:
         return gate / (1.0 + tl.exp(-gate))
@@ -42,7 +45,7 @@ def value_of(x, columns, length, mask, activation: tl.constexpr):
         return gate
     else:
         up = tl.load(x + length + columns, mask=mask, other=0.0).to(tl.float32)
-        gate = _activated(gate, activation).to(x.dtype.element_ty).to(tl.float32)
+        gate = activated(gate, activation).to(x.dtype.element_ty).to(tl.float32)
         return (gate * up).to(x.dtype.element_ty).to(tl.float32)
 
 
@@ -76,6 +79,34 @@ def gated_kernel(
     x += row * x_stride
     h = value_of(x, columns, length, mask, activation)
     stored(y + row * length, columns, h, inverse, mask, x, codes, hardware)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gates_apart_kernel(
+    x,
+    x_up,
+    y,
+    rows,
+    length,
+    x_stride,
+    x_up_stride,
+    activation: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    early: tl.constexpr,
+):
+    """`activation(x) * x_up` for one tile, rounded as two ops round; the blocks of a row follow each other."""
+    if early:
+        after_predecessor()
+    blocks = tl.cdiv(length, block)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    columns = (program % blocks) * block + tl.arange(0, block)[None, :]
+    mask = (row < rows) & (columns < length)
+    gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_up + row * x_up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    gate = activated(gate, activation).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * length + columns, (gate * up).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from irframework_triton_kernels.launch.gated import (
     dynamic_quant_fp8,
     dynamic_quant_int8,
     gated,
+    gated_apart,
     gelu_and_mul_dynamic_quant_fp8,
     gelu_and_mul_static_quant_fp8,
     silu_and_mul_dynamic_quant_fp8,
@@ -45,10 +46,12 @@ from irframework_triton_kernels.launch.norms import (
     rms_norm_static_quant_fp8,
 )
 from irframework_triton_kernels.launch.rotary import qk_norm_rotary_embedding, rotary_embedding
+from irframework_triton_kernels.launch.rotate_half import apply_rotary_pos_emb
 from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
 
 __all__ = [
     "activated",
+    "apply_rotary_pos_emb",
     "decode_attention",
     "dynamic_quant_fp8",
     "dynamic_quant_int8",
@@ -64,6 +67,7 @@ __all__ = [
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "fused_topk",
     "gated",
+    "gated_apart",
     "gated_by",
     "gated_group_quant_fp8",
     "gelu_and_mul_dynamic_quant_fp8",

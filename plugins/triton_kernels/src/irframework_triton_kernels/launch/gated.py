@@ -13,6 +13,7 @@ from irframework_triton_kernels.kernels.gated import (
     SILU,
     gated_kernel,
     gated_rows_kernel,
+    gates_apart_kernel,
 )
 from irframework_triton_kernels.launch.call import (
     FP8,
@@ -20,6 +21,7 @@ from irframework_triton_kernels.launch.call import (
     code_dtype,
     launch,
     new_codes,
+    new_like,
     new_scales,
     rows_of,
     static,
@@ -84,6 +86,28 @@ def gated(x: Tensor, activation: str, tile: Tile | None = None) -> Tensor:
     """
     y = x.new_empty(_halved(x))
     _elements(x, y, ACTIVATIONS[activation], tile=tile)
+    return y
+
+
+@torch_op()
+def gated_apart(x: Tensor, x_up: Tensor, activation: str, tile: Tile | None = None) -> Tensor:
+    """Multiply rows by gates of the same shape and dtype into a new tensor; both have stride 1 in the last dimension.
+
+    Args:
+        x: The gates.
+        x_up: What they multiply.
+        activation: See `gated`.
+        tile: Another tile than the usual one.
+    """
+    y = new_like(x)
+    x2, x_up2 = rows_of(x), rows_of(x_up)
+    rows, length = x2.shape
+    if static(length) == 0:
+        return y
+    tile = tile or elementwise_tile(static(length), True, False)
+    numbers = (length, x2.stride(0), x_up2.stride(0), ACTIVATIONS[activation], tile.rows, tile.block)
+    tiles = tiles_of(rows, tile.rows) * tiles_of(length, tile.block)
+    launch(gates_apart_kernel, tiles, (x2, x_up2, y), rows, numbers, tile)
     return y
 
 
