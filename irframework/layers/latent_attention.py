@@ -143,7 +143,12 @@ class MLA(ParallelLayer):
 
 
 def _written(latent: Tensor, cache: Tensor, slot_mapping: Tensor) -> Tensor:
-    """The cache with these rows: the op writes keys and values, so the rows are keys, and values are what is least."""
+    """The cache with these rows, overwritten where the op's implementation can.
+
+    The op writes keys and values to a cache each. A latent row is both, so rows are the keys, and the values are the
+    least that every implementation takes: an element for each token, to a cache that is not filled and thrown away. It
+    costs memory for one element of each slot while the op runs, a part in `rank + rope` of the latent cache.
+    """
     blocks, block_size, size = cache.shape
     rows = latent.unsqueeze(1)
     written, _ = reshape_and_cache.maybe_inplace(
