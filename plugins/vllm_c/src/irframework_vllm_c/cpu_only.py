@@ -1,4 +1,5 @@
-"""Owns the implementations that only the CPU library has kernels for: activations, quantisations, Gemma's norms.
+"""Owns the implementations that only the CPU library has kernels for: activations, quantisations, Gemma's norms, and
+rotation by whole cosines and sines.
 
 Those for every device, attention and its cache, and fused ops are elsewhere.
 """
@@ -23,6 +24,9 @@ FUNCTIONAL_KERNELS = (
     "fatrelu_and_mul",
     "swigluoai_and_mul",
     "gelu_and_mul_sparse",
+    "silu_mul",
+    "gelu_mul",
+    "apply_rotary_pos_emb",
     "tensor_quant_fp8",
     "dynamic_quant_int8",
     "group_quant_fp8",
@@ -104,6 +108,27 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
 def sparsity_is_a_share(x: Tensor, activation_sparsity: float, approximate: str = "tanh") -> bool | ir.Rejected:
     """What is not is a mistake, which native explains."""
     return 0 <= activation_sparsity < 1 or ir.reject(f"activation_sparsity is {activation_sparsity}, needs 0 to 1")
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """See `irframework.ops.silu_mul`."""
+    y: Tensor = KERNELS.silu_mul.default(gate, up)
+    return y
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """See `irframework.ops.gelu_mul`."""
+    y: Tensor = KERNELS.gelu_mul.default(gate, up, approximate == "tanh")
+    return y
+
+
+# --- rotation --------------------------------------------------------------------------------------------------------
+
+
+def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `irframework.ops.apply_rotary_pos_emb`."""
+    y: Tensor = KERNELS.apply_rotary_pos_emb.default(x, cos, sin)
+    return y
 
 
 # --- quantisation ----------------------------------------------------------------------------------------------------
@@ -233,6 +258,16 @@ def register(provider: str) -> None:
     add("fatrelu_and_mul", fatrelu_and_mul, halves)
     add("swigluoai_and_mul", swigluoai_and_mul, halves & limit_is_positive)
     add("gelu_and_mul_sparse", gelu_and_mul_sparse, halves & approximations & sparsity_is_a_share)
+    halved = ("gate", "up")
+    apart = ir.supports(dtype=FLOATS, same_dtype=halved, same_shape=halved, row_contiguous=halved)
+    add("silu_mul", silu_mul, apart)
+    add("gelu_mul", gelu_mul, apart & approximations)
+    angles = ("cos", "sin")
+    heads = ir.supports(
+        dtype={"x": FLOATS, "cos": FLOATS}, same_dtype=angles, same_shape=angles, ndim={"x": 4, "cos": 3}
+    )
+    whole = ir.supports(row_contiguous=("x", *angles), multiple_of={"x": 2})
+    add("apply_rotary_pos_emb", apply_rotary_pos_emb, heads & whole)
 
     # All rows decide about the scale.
     add("tensor_quant_fp8", tensor_quant_fp8, rows, batch_invariant=False)
