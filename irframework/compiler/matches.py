@@ -127,14 +127,15 @@ class Judge:
         """What computes the outputs from the inputs, or from equal values."""
         equal = {self.table.of[node] for node in inputs}
         inner: set[Node] = set()
-        todo = list(outputs)
+        wanted = set(outputs)
+        todo = list(wanted)
         while todo:
             node = todo.pop()
             if node in inner or node in inputs:
                 continue
             if node.op in ("placeholder", "output"):
                 raise Refused(f"it also reads {node.name}")
-            if inner and isinstance(self.table.of.get(node), Value) and self.table.of[node] in equal:
+            if node not in wanted and isinstance(self.table.of.get(node), Value) and self.table.of[node] in equal:
                 continue
             inner.add(node)
             todo += node.all_input_nodes
@@ -207,8 +208,13 @@ class Judge:
             seen.add(node)
             todo += node.all_input_nodes
         last = max(self.position[node] for node in (*match.inner, *seen))
+        # What the op is given instead of what was read here, or the other way round, is equal until one is overwritten.
+        read = {each for node in match.inner for each in node.all_input_nodes} - match.inner
+        given = {argument for argument in match.arguments if isinstance(argument, Node)}
+        first = min((first, *(self.position[node] for node in read ^ given)))
+        apart = any(len(nodes) > 1 for nodes in match.outputs)  # places that become one; so they must stay equal
         for node in self.writers:
-            if first < self.position[node] < last:
+            if first < self.position[node] and (apart or self.position[node] < last):
                 raise Refused(f"{node.name} overwrites memory in between")
 
     def _check_layout(self, node: Node, fake: torch.Tensor, order: tuple[int, ...] | None) -> None:

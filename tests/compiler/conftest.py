@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compiler_support import Kernels, fused_add
+from fusion_support import Family
 from torch import Tensor
 
 import irframework as ir
@@ -78,3 +79,8 @@ def fused() -> Iterator[Any]:
     notices._said.clear()
     yield declare
     transaction.roll_back()
+
+
+@pytest.fixture
+def family() -> Family:
+    return Family()

@@ -1,70 +1,16 @@
 """Fusion by definition: what becomes a fused op, what must not, and the reasons. One case per rule."""
 
-import itertools
-import os
-
 import pytest
 import torch
-from compiler_support import lowered
+from fusion_support import Family
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import irframework as ir
 from irframework.compiler.fusion import fuse
-from irframework.compiler.report import Report, last_report
+from irframework.compiler.report import Report
 
 pytestmark = pytest.mark.usefixtures("seeded")
-_numbers = itertools.count()
-
-
-class Family:
-    """Two ops, `half` and `shift`, and a fused op for one behind the other; provider `k` takes the fused op."""
-
-    def __init__(self, provider: bool = True, supports_args=None, fuse=True) -> None:
-        tag = f"{os.getpid()}_{next(_numbers)}"
-
-        @ir.register_op(name=f"half_{tag}")
-        def half(x: Tensor, factor: float = 0.5) -> Tensor:
-            return x * factor
-
-        @ir.register_op(name=f"shift_{tag}")
-        def shift(x: Tensor, by: Tensor) -> Tensor:
-            return x + by
-
-        @ir.register_op(name=f"half_shift_{tag}", fuse=fuse)
-        def half_shift(x: Tensor, factor: float, by: Tensor) -> Tensor:
-            return shift(half(x, factor), by)
-
-        @ir.register_op(name=f"add_half_shift_{tag}", fuse=True)
-        def add_half_shift(x: Tensor, x_residual: Tensor, factor: float, by: Tensor) -> tuple[Tensor, Tensor]:
-            total = x + x_residual
-            return shift(half(total, factor), by), total
-
-        self.half, self.shift, self.half_shift, self.add_half_shift = half, shift, half_shift, add_half_shift
-        if provider:
-            half_shift.register_impl("k", supports_args=supports_args)(half_shift.native)
-            add_half_shift.register_impl("k")(add_half_shift.native)
-
-    def fused(self, program, *inputs) -> Report:
-        """Lower a program through the passes, compare it with eager, and return the report."""
-        torch._dynamo.reset()
-        wanted_ops = [op for op in (self.half_shift, self.add_half_shift) if "k" in op.impls]
-        with torch.no_grad(), ir.priority({op.name: ["k"] for op in wanted_ops}):
-            got = torch.compile(program, backend=lowered, fullgraph=True)(*inputs)
-        with torch.no_grad():
-            wanted = program(*inputs)
-        torch.testing.assert_close(got, wanted)
-        report = last_report()
-        assert report is not None
-        return report
-
-    def counts(self, report: Report) -> tuple[int, int]:
-        return report.fusions.get(self.half_shift.name, 0), report.fusions.get(self.add_half_shift.name, 0)
-
-
-@pytest.fixture
-def family() -> Family:
-    return Family()
 
 
 def inputs(*shape: int) -> tuple[Tensor, Tensor]:
