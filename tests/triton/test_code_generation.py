@@ -39,11 +39,12 @@ MODULES = {
     "routing_kernel": "routing",
     "decode_kernel": "decoding",
     "shares_kernel": "decoding",
+    "latent_kernel": "latent",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
     "query", "key", "value", "cache", "query_weight", "key_weight", "query_out", "key_out", "key_cache", "value_cache",
-    "alpha_p", "alpha_n", "x_up", "cos", "sin",
+    "alpha_p", "alpha_n", "query_rope", "x_up", "cos", "sin",
 )  # fmt: skip
 VALUES, STATIC, DYNAMIC, INT8 = range(4)
 AROUND_ONE = 2
@@ -143,6 +144,10 @@ DECODE = {
     "kv_heads": 8, "group": 4, "block_size": 16, "tile_heads": 16, "tile_keys": 64, "head_size": 128,
     "value_size": 128, "head_block": 128, "value_block": 128,
 }  # fmt: skip
+LATENT = {  # DeepSeek's
+    "heads": 128, "rank": 512, "rope": 64, "block_size": 64, "tile_heads": 16, "tile_keys": 32, "rank_block": 512,
+    "rope_block": 64,
+}  # fmt: skip
 NO_CODES, CODED = {"has_codes": False, "hardware": True}, {"has_codes": True, "hardware": True}
 PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False, **NO_CODES}
 FANCY = {"has_cap": True, "has_window": True, "has_sinks": True, **NO_CODES}
@@ -153,6 +158,9 @@ FEW = [
     Case("decode_kernel", 4, {**DECODE, **PLAIN, **CODED, "shared": False}),
     Case("shares_kernel", 4, {"has_sinks": True, **NO_CODES, "share_block": 32, "value_block": 128}),
     Case("shares_kernel", 4, {**CODED, "has_sinks": False, "share_block": 32, "value_block": 128}),
+    Case("latent_kernel", 8, {**LATENT, **NO_CODES, "shared": True}),
+    Case("latent_kernel", 8, {**LATENT, **CODED, "shared": False}),
+    Case("shares_kernel", 8, {"has_sinks": False, **NO_CODES, "share_block": 32, "value_block": 512}),
     Case("rotary_kernel", 4, {**ROTARY, **NORMED, "is_neox": True, "rest_block": 0}),
     Case("rotary_kernel", 4, {**ROTARY, **NORMED, "is_neox": False, "rest_block": 32}),
     Case("rotary_cache_kernel", 4, {**CACHED, **NORMED, "is_neox": True, "rest_block": 0}),
@@ -313,6 +321,7 @@ ONES = {
     "routing_kernel": ("logits_stride",),
     "decode_kernel": ("batch", "table_width", "blocks", "query_stride", "table_stride", "window", "shares"),
     "shares_kernel": ("shares", "heads", "value_size"),
+    "latent_kernel": ("batch", "table_width", "blocks", "query_stride", "rope_head_stride", "table_stride", "shares"),
     "tensor_codes_kernel": ("length", "x_stride"),
 }
 

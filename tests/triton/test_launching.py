@@ -16,6 +16,7 @@ def kernels():
         gated,
         group_codes,
         kv_cache,
+        latent,
         norms,
         rotary,
         rotate_half,
@@ -41,6 +42,7 @@ def kernels():
         routing.routing_kernel,
         decoding.decode_kernel,
         decoding.shares_kernel,
+        latent.latent_kernel,
     )
 
 

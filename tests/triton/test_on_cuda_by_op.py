@@ -430,3 +430,91 @@ def test_compiled_calls_give_what_eager_ones_give(name, dynamic):
     for got, expected in zip(*((t,) if isinstance(t, Tensor) else t for t in outputs), strict=True):
         assert got.dtype == expected.dtype
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def latent_decoding(
+    lengths: tuple[int, ...], heads: int = 128, sizes: tuple[int, int] = (512, 64),
+    dtype: torch.dtype = torch.bfloat16, block_size: int = 64, up: bool = True,
+) -> dict[str, object]:  # fmt: skip
+    """As `decoding`, over latent rows; queries and results are outside of the latent space, or in it."""
+    rank, rope = sizes
+    keys = decoding(lengths, 1, 1, (rank + rope, 1), dtype, block_size)
+    kept = ("cu_seqlens_q", "max_seqlen_q", "seq_lens", "max_seqlen_k", "block_table")
+    return {
+        "query_nope": random(len(lengths), heads, 128 if up else rank, dtype=dtype),
+        "query_rope": random(len(lengths), heads, rope, dtype=dtype),
+        "latent": None,
+        "scale": ((128 if up else rank) + rope) ** -0.5,
+        "key_up": random(heads, 128, rank, dtype=dtype) / rank**0.5 if up else None,
+        "value_up": random(heads, rank, 128, dtype=dtype, seed=4) / rank**0.5 if up else None,
+        "latent_cache": keys["key_cache"].squeeze(2),
+        **{name: keys[name] for name in kept},
+    }
+
+
+def assert_attends_to_rows(given: dict[str, object]) -> Tensor:
+    """Within roundings of the queries, of the weights and of the result, of values of about 1."""
+    got = ir.ops.mla_attention(**given)
+    exact = ir.ops.mla_attention.native(**{name: wide(value) for name, value in given.items()})
+    assert got.shape == exact.shape
+    assert (got.double() - exact).abs().max() <= max(4 * torch.finfo(got.dtype).eps, 2e-5)
+    return got
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "sizes", "block_size"), [(128, (512, 64), 64), (16, (512, 64), 16), (20, (96, 24), 7), (1, (3, 5), 64)]
+)
+def test_queries_attend_to_the_latent_rows_of_their_sequences(dtype, heads, sizes, block_size, up):
+    assert_attends_to_rows(latent_decoding((1, 17, 300, 4096, 777), heads, sizes, dtype, block_size, up))
+
+
+def test_latent_attention_gives_a_sequence_the_same_bits_in_every_batch_and_in_a_graph():
+    given = latent_decoding((9000, 3, 256, 1000), up=False)
+    whole = assert_attends_to_rows(given)
+    for row in range(4):
+        alone = given | {
+            **{name: given[name][row : row + 1] for name in ("query_nope", "query_rope", "seq_lens", "block_table")},
+            "cu_seqlens_q": given["cu_seqlens_q"][:2],
+            "max_seqlen_k": int(given["seq_lens"][row]),
+        }
+        assert torch.equal(ir.ops.mla_attention(**alone)[0], whole[row])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = ir.ops.mla_attention(**given)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, whole)
+
+
+@pytest.mark.parametrize("lengths", [(40, 200, 1), (9000, 3, 1000)])
+@pytest.mark.parametrize("up", [True, False])
+def test_codes_of_latent_attention_are_those_of_its_result(lengths, up):
+    given, scale = latent_decoding(lengths, up=up), torch.tensor([0.004], device="cuda")
+    y = ir.ops.mla_attention(**given)
+    q, scales = ir.ops.mla_attention_group_quant_fp8(**given, column_major_scales=True)
+    want, want_scales = ir.ops.group_quant_fp8.native(y.flatten(-2), 128, True)
+    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales, want_scales)
+    want = ir.ops.static_quant_fp8.native(y, scale)
+    assert torch.equal(ir.ops.mla_attention(**given, output_scale=scale).view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_quantisation_behind_latent_attention_is_fused_with_it_in_compiled_code(grouped):
+    given, scale = latent_decoding((40, 2000, 1), heads=16), torch.tensor([0.004], device="cuda")
+    torch._dynamo.reset()
+
+    def step(given, scale):
+        y = ir.ops.mla_attention(**given).flatten(-2)
+        return ir.ops.group_quant_fp8(y) if grouped else (ir.ops.static_quant_fp8(y, scale),)
+
+    with torch.no_grad():
+        wanted, got = step(given, scale), torch.compile(step, backend="irframework", fullgraph=True)(given, scale)
+        assert ir.last_report().fusions == {"mla_attention_group_quant_fp8" if grouped else "mla_attention": 1}
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))

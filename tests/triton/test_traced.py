@@ -154,6 +154,25 @@ def test_attention_reads_its_caches_and_copies_none(kernels, tracer):
     assert decode.kwargs["tensors_to_clone"] == ["out"]
 
 
+def test_latent_attention_reads_its_cache_and_copies_nothing(kernels, tracer):
+    from irframework_triton_kernels import latent_decoding
+
+    nope, rope, cache = tracer.rows(8, 16, 512), tracer.rows(8, 16, 64), tracer.fixed(64, 64, 576)
+    offsets, lengths, table = (tracer.rows(*shape, dtype=torch.int32) for shape in ((9,), (8,), (8, 100)))
+
+    def call(bound):
+        def attend(q, r, c, o, n, t):
+            return latent_decoding.mla_attention(q, r, None, o, 1, 0.1, None, None, n, bound, c, t)
+
+        return attend
+
+    decode, add = tracer.launches(call(None), nope, rope, cache, offsets, lengths, table)
+    assert decode.kwargs["tensors_to_clone"] == ["out", "largest", "total"]
+    assert add.kwargs["tensors_to_clone"] == ["out"]
+    (decode,) = tracer.launches(call(256), nope, rope, cache, offsets, lengths, table)
+    assert decode.kwargs["tensors_to_clone"] == ["out"]
+
+
 def test_the_in_place_op_writes_its_activations(kernels, tracer):
     kernels._launch()
     x, weight = tracer.rows(8, 4096), tracer.fixed(4096)

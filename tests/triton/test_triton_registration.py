@@ -41,6 +41,8 @@ OPS = (
     "fused_topk",
     "grouped_topk",
     "attention",
+    "mla_attention",
+    "mla_attention_group_quant_fp8",
     "gelu_and_mul_static_quant_fp8",
     "gelu_and_mul_dynamic_quant_fp8",
     "gelu_and_mul_group_quant_fp8",
@@ -54,7 +56,7 @@ OPS = (
     "apply_rotary_pos_emb",
 )
 # What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
-DEPENDENT = ("tensor_quant_fp8", "attention")
+DEPENDENT = ("tensor_quant_fp8", "attention", "mla_attention", "mla_attention_group_quant_fp8")
 
 
 @pytest.fixture
@@ -325,6 +327,43 @@ def test_attending_to_something_else_is_refused_with_the_reason(impl, change, wh
     }  # fmt: skip
     assert impl("attention").supports_args(**given) is True
     assert why in reason(impl("attention").supports_args(**{**given, **change}))
+
+
+LATENT = torch.ones(5, 16, 10)
+
+
+@pytest.mark.parametrize("name", ["mla_attention", "mla_attention_group_quant_fp8"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"query_nope": torch.ones(3, 4, 6).double()}, "query_nope is float64"),
+        ({"query_rope": torch.ones(3, 4, 2).half()}, "query_rope is float16"),
+        ({"latent_cache": LATENT.half()}, "latent_cache is float16"),
+        ({"latent_cache": torch.ones(5, 10, 16).transpose(1, 2)}, "stride 1"),
+        ({"latent_cache": None}, "not in a paged cache"),
+        ({"latent": torch.ones(3, 10)}, "given twice"),
+        ({"max_seqlen_q": 2}, "max_seqlen_q is 2"),
+        ({"query_rope": torch.ones(3, 3, 2)}, "query_rope has 3 heads, query_nope has 4"),
+        ({"query_rope": torch.ones(3, 4, 0)}, "rows of 10 and 0 elements"),
+        ({"latent_cache": torch.ones(5, 16, 600)}, "rows of 598 and 2 elements, needs 1 to 512"),
+        ({"latent_cache": LATENT[:, :0]}, "blocks of no rows"),
+        ({"key_up": None}, "query_nope has 6 elements, which do not become the 8"),
+        ({"key_up": torch.ones(4, 5, 8)}, "query_nope has 6 elements, which do not become the 8"),
+        ({"value_up": torch.ones(4, 7, 5)}, "value_up has shape (4, 7, 5)"),
+        ({"block_table": TABLE.long()}, "block_table is int64"),
+    ],
+)
+def test_attending_to_other_latent_rows_is_refused_with_the_reason(impl, name, change, why):
+    given = {
+        "query_nope": torch.ones(3, 4, 6), "query_rope": torch.ones(3, 4, 2), "latent": None, "cu_seqlens_q": OFFSETS,
+        "max_seqlen_q": 1, "scale": 0.3, "key_up": torch.ones(4, 6, 8), "value_up": torch.ones(4, 8, 5),
+        "seq_lens": LENGTHS, "latent_cache": LATENT, "block_table": TABLE,
+    }  # fmt: skip
+    given |= {"group_size": 5} if "group" in name else {}
+    assert impl(name).supports_args(**given) is True
+    assert why in reason(impl(name).supports_args(**{**given, **change}))
+    if "group" in name:
+        assert "multiple of group_size=3" in reason(impl(name).supports_args(**{**given, "group_size": 3}))
 
 
 P, CACHE = torch.tensor([0, 1]), torch.ones(4, 4)

@@ -1,7 +1,7 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
-Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `normed_rotary`, `quantizations`,
-`routing` and `written_out`. The kernels, and with them Triton, are imported at the first call.
+Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `latent_decoding`, `normed_rotary`,
+`quantizations`, `routing` and `written_out`. The kernels, and with them Triton, are imported at the first call.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from irframework_triton_kernels import (
     decoding,
     fused_quantizations,
     gemma_norms,
+    latent_decoding,
     normed_rotary,
     quantizations,
     routing,
@@ -366,4 +367,5 @@ def register(provider: str) -> None:
     gemma_norms.register(add)
     routing.register(add)
     decoding.register(add)
+    latent_decoding.register(add)
     normed_rotary.register(add, heads_fit, caches_fit)

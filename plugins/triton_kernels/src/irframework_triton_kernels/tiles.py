@@ -25,6 +25,7 @@ LONGEST_PART = _LONG_ROW_BLOCK  # of a row that is also summed: a group that is 
 MOST_EXPERTS = 4096
 _EXPERTS_TILE = 512
 LONGEST_HEAD = 256
+LONGEST_LATENT = 512
 MOST_SHARES = 32
 
 
@@ -167,6 +168,26 @@ def keys_tile(group: int, size: int, element: int) -> Tile:
     """
     keys = min(128, max(16, 16384 // (max(size, 16) * element)))
     return Tile(16 if group <= 16 else 32, keys, False, 4)
+
+
+@cache
+def latent_tile(rank: int, element: int) -> Tile:
+    """Tile for latent attention: 16 heads, which is what a matrix instruction takes, and keys at a time.
+
+    Not measured yet.
+
+    Args:
+        rank: Elements of a row that are both keys and values, padded to a power of two.
+        element: Bytes of one.
+    """
+    keys = min(64, max(16, 32768 // (rank * element)))
+    return Tile(16, keys, False, 8 if rank > 256 else 4)
+
+
+@cache
+def shares_tile(size: int) -> Tile:
+    """Tile for adding up what shares of the keys give for one head of `size` elements, padded to a power of two."""
+    return Tile(1, size, True, 8 if size > 256 else 4)
 
 
 def heads_tile(half: int, heads: int) -> Tile:

@@ -23,7 +23,7 @@ def _tanh(z):
 
 
 @triton.jit
-def _sequence_of(token, offsets, batch):
+def sequence_of(token, offsets, batch):
     """Which sequence a token belongs to, which is usually that of its number; `batch` if to none."""
     guess = tl.minimum(token, batch - 1)
     start = tl.load(offsets + guess)
@@ -105,7 +105,7 @@ def decode_kernel(
     head = kv_head * group + member
     live = member < group
 
-    sequence = _sequence_of(token, offsets, batch)
+    sequence = sequence_of(token, offsets, batch)
     known = sequence < batch
     length = tl.load(lengths + sequence, mask=known, other=0).to(tl.int32)
     length = tl.minimum(length, table_width * block_size)
@@ -164,24 +164,24 @@ def decode_kernel(
         tl.store(largest + row, most, mask=live)
         tl.store(total + row, summed, mask=live)
     else:
-        y = _divided(y, most, summed, sinks, head, live, has_sinks)
+        y = divided(y, most, summed, sinks, head, live, has_sinks)
     at = out + row[:, None] * value_size + value_sizes[None, :]
     mask = live[:, None] & (value_sizes[None, :] < value_size)
     if has_codes and not shared:
-        tl.store(at, _coded(y, query, code_scale, hardware), mask=mask)
+        tl.store(at, coded(y, query, code_scale, hardware), mask=mask)
     else:
         tl.store(at, y.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _coded(y, query, code_scale, hardware: tl.constexpr):
+def coded(y, query, code_scale, hardware: tl.constexpr):
     """Codes of a result that is rounded to the dtype of query first."""
     inverse = tl.math.div_rn(1.0, tl.load(code_scale))
     return codes_of(y.to(query.dtype.element_ty).to(tl.float32), inverse, hardware)
 
 
 @triton.jit
-def _divided(y, most, summed, sinks, head, live, has_sinks: tl.constexpr):
+def divided(y, most, summed, sinks, head, live, has_sinks: tl.constexpr):
     """Sums of values by weights, divided by the weights' sum; zeros where nothing was seen."""
     if has_sinks:
         sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
@@ -230,9 +230,9 @@ def shares_kernel(
     y = tl.sum(y * kept[:, None], 0)[None, :]
     summed = tl.sum(summed * kept, 0) + tl.zeros((1,), tl.float32)
     head = (row % heads).to(tl.int32) + tl.zeros((1,), tl.int32)
-    y = _divided(y, above + tl.zeros((1,), tl.float32), summed, sinks, head, head >= 0, has_sinks)
+    y = divided(y, above + tl.zeros((1,), tl.float32), summed, sinks, head, head >= 0, has_sinks)
     at = out + row * value_size + value[None, :]
     if has_codes:
-        tl.store(at, _coded(y, query, code_scale, hardware), mask=value[None, :] < value_size)
+        tl.store(at, coded(y, query, code_scale, hardware), mask=value[None, :] < value_size)
     else:
         tl.store(at, y.to(out.dtype.element_ty), mask=value[None, :] < value_size)

@@ -26,6 +26,7 @@ from irframework_triton_kernels.launch.kv_cache import (
     reshape_and_cache_inplace,
     rotary_embedding_reshape_and_cache_inplace,
 )
+from irframework_triton_kernels.launch.latent import decode_latent_attention
 from irframework_triton_kernels.launch.norm_groups import (
     fused_add_rms_norm_group_quant_fp8,
     fused_add_rms_norm_group_quant_fp8_inplace,
@@ -53,6 +54,7 @@ __all__ = [
     "activated",
     "apply_rotary_pos_emb",
     "decode_attention",
+    "decode_latent_attention",
     "dynamic_quant_fp8",
     "dynamic_quant_int8",
     "fused_add_gemma_rms_norm",

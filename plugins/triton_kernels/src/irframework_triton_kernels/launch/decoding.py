@@ -16,10 +16,10 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
     torch_op,
 )
-from irframework_triton_kernels.tiles import MOST_SHARES, Tile, keys_tile, power_of_two
+from irframework_triton_kernels.tiles import MOST_SHARES, Tile, keys_tile, power_of_two, shares_tile
 
 
-def _shares(bound: Any) -> int:
+def shares_of(bound: Any) -> int:
     """Programs that the keys of a sequence are shared out to; all of them while their number is not known."""
     known = static(bound)
     return MOST_SHARES if known is None else max(1, min(MOST_SHARES, tiles_of(known, LEAST_SHARE.value)))
@@ -52,7 +52,7 @@ def decode_attention(
     y = query.new_empty((tokens, heads, value_size), dtype=code_dtype(query) if codes else query.dtype)
     batch, width = block_table.shape
     group = heads // kv_heads
-    shares = _shares(width * block_size if max_seqlen_k is None else max_seqlen_k)
+    shares = shares_of(width * block_size if max_seqlen_k is None else max_seqlen_k)
     tile = tile or keys_tile(group, power_of_two(max(head_size, value_size)), query.element_size())
     value_block = max(16, power_of_two(value_size))
     out, largest, total = y, y, y
@@ -76,5 +76,5 @@ def decode_attention(
     if shares > 1:
         parts = (out, largest, total, given[0], query, given[1], y)
         sizes = (shares, heads, value_size, sinks is not None, codes, hardware, power_of_two(shares), value_block)
-        launch(shares_kernel, tokens * heads, parts, tokens * heads, sizes, Tile(1, value_block, True, 4))
+        launch(shares_kernel, tokens * heads, parts, tokens * heads, sizes, shares_tile(value_block))
     return as_codes(y) if codes else y
