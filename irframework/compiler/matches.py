@@ -20,7 +20,7 @@ from irframework.compiler.call_arguments import Value
 from irframework.compiler.clones import donate_op
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.tracing import contiguous_strides
-from irframework.compiler.values import ValueTable
+from irframework.compiler.values import CONVERT, ValueTable
 from irframework.dispatch import resolve, why_not_now
 from irframework.impl import IrOpImpl
 from irframework.op import NATIVE, IrOp
@@ -166,6 +166,8 @@ class Judge:
         if outside:
             node, user = min(outside, key=lambda pair: self.position[pair[0]])
             raise Refused(f"{node.name}, which it computes on the way, is also used by {user.name}")
+        if not ops:
+            self._check_widened(match)
         self._check_order(match)
         for nodes, fake, order in zip(match.outputs, match.fakes, match.orders, strict=True):
             for node in nodes:
@@ -179,6 +181,14 @@ class Judge:
             refused = [c for c in decision.candidates if c.reason is not None and c.provider != NATIVE]
             reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
             raise Refused(f"only native would run it{f' ({reasons})' if reasons else ''}")
+
+    def _check_widened(self, match: Match) -> None:
+        """What plain torch widens on the way to a part is written to no memory; for an op alone it would be."""
+        for name, argument in zip(match.op.signature.parameters, match.arguments, strict=True):
+            if name in match.op.activations and isinstance(argument, Node) and match.inner.issuperset(argument.users):
+                core = self.table.cores[self.table.of[argument].core]
+                if core.target == CONVERT and core.dtype.itemsize > self.table.cores[core.args[0].core].dtype.itemsize:
+                    raise Refused(f"{argument.name}, which it reads, is widened for it alone")
 
     def _works(self, node: Node) -> bool:
         """Whether a node computes anything: not if it takes one of several outputs, or only shows its input."""

@@ -361,13 +361,12 @@ def test_what_looks_like_a_quantisation_and_is_another_stays(name):
     )
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("float32", 1), ("same", 0)])
-def test_a_norm_that_is_not_rounded_in_front_of_the_codes_is_that_of_wider_rows_or_stays(kind, fused):
-    """The op for these rows rounds there, so its codes would be others."""
+@pytest.mark.parametrize("kind", ["float32", "same"])
+def test_a_norm_that_is_not_rounded_in_front_of_the_codes_stays(kind):
+    """The op for these rows rounds there, so its codes would be others; wider rows would be written to memory first."""
 
     def program(x, weight):
         h = x.float()
         return plain_rows(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPSILON) * weight)
 
-    found = fusions(program, rows(torch.bfloat16), weight_of(kind, torch.bfloat16))
-    assert sum(found.values()) == fused
+    assert fusions(program, rows(torch.bfloat16), weight_of(kind, torch.bfloat16)) == {}

@@ -319,3 +319,34 @@ def test_what_an_op_may_not_overwrite_is_not_given_to_it(fused):
 
 def test_an_op_that_overwrites_nothing_is_given_nothing(fused):
     assert given_to(fused, "x", activations=["x"]) == [False, False]
+
+
+# --- what costs more than it saves ---------------------------------------------------------------------------------
+
+
+def test_what_is_widened_for_an_op_alone_stays_in_registers(fused):
+    op = fused(gated)
+
+    def program(x, y):
+        return tanh(x.float()) * y
+
+    assert missed(searched(program, B, Y), op) == "convert_element_type, which it reads, is widened for it alone"
+
+
+def test_what_is_widened_for_others_too_is_read_where_it_is(fused):
+    op = fused(gated)
+
+    def program(x, y):
+        wide = x.float()
+        return tanh(wide) * y, wide + 1
+
+    assert searched(program, B, Y).fusions == {op.name: 1}
+
+
+def test_what_is_narrowed_is_read_where_it_is(fused):
+    op = fused(gated)
+
+    def program(x, y):
+        return tanh(x.bfloat16()) * y
+
+    assert searched(program, X, Y.bfloat16()).fusions == {op.name: 1}
