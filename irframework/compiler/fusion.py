@@ -33,15 +33,18 @@ _WAYS = 48  # that a candidate's tensors are tried in
 
 def worth_a_look(graph: Graph) -> bool:
     """Whether any op can be fused, and the graph computes anything that a definition could contain."""
-    return bool(looked_for()) and any(
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-        for node in graph.nodes
-    )
+    return bool(looked_for()) and any(_is_pointwise(node.target) for node in graph.nodes)
+
+
+def _is_pointwise(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def fuse(graph: Graph, report: Report) -> None:
     """Replace what computes a fused op's definition by that op, in place."""
-    _Fusion(graph, report).run()
+    missed = len(report.missed_fusions)
+    while _Fusion(graph, report).run():
+        del report.missed_fusions[missed:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +68,15 @@ class _Fusion:
     sizes: dict[str, int] = field(default_factory=dict)
     no_calls: set[tuple[str, int]] = field(default_factory=set)
     moved: bool = False
+    again: bool = False
 
     def __post_init__(self) -> None:
         self.table = ValueTable(self.definitions.expand)
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
         self.judge = Judge(self.table, self.position)
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Fuse; whether what reads an output whose dimensions were put back in order may now be found behind that."""
         self.table.read(self.graph)
         for node, value in self.table.of.items():
             if isinstance(value, Value):
@@ -86,6 +91,7 @@ class _Fusion:
                 self.report.missed_fusions.append(missed)
         if self.moved:
             _sort(self.graph)
+        return self.again
 
     def _look_for(self, skeleton: Skeleton) -> None:
         target = skeleton.table.cores[skeleton.root].target
@@ -271,6 +277,8 @@ class _Fusion:
         self.table.of[call] = match.values[0] if match.op.num_outputs == 1 else match.values
         for nodes, result, order in zip(match.outputs, results, match.orders, strict=True):
             if nodes and order is not None:
+                readers = [user.target for node in nodes for user in node.users]
+                self.again |= any(_is_pointwise(target) for target in readers)
                 result = self._turned_back(result, nodes[0], order, fresh)
             for node in nodes:
                 self._stand_in(result, node, fresh)
