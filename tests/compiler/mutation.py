@@ -144,13 +144,21 @@ def called(test: str, fixture: Callable[[str], Any]) -> None:
 
 
 def _cases(function: Any) -> list[tuple[str, dict[str, Any]]]:
-    marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+    """The cases of a test, each with its label, as pytest writes them."""
     choices = []
-    for mark in marks:
+    for mark in (mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"):
         names, values = mark.args
         names = [names] if isinstance(names, str) else list(names)
-        choices.append([dict(zip(names, value if len(names) > 1 else [value], strict=True)) for value in values])
-    several = [
-        {name: value for part in chosen for name, value in part.items()} for chosen in itertools.product(*choices)
+        rows = [list(value) if len(names) > 1 else [value] for value in values]
+        ids = mark.kwargs.get("ids")
+        labels = ids if isinstance(ids, list) else ["-".join(map(_label, row)) for row in rows]
+        choices.append([(label, dict(zip(names, row, strict=True))) for label, row in zip(labels, rows, strict=True)])
+    several = itertools.product(*choices)
+    return [
+        ("-".join(label for label, _ in each), {k: v for _, given in each for k, v in given.items()})
+        for each in several
     ]
-    return [("-".join(map(str, given.values())), given) for given in several]
+
+
+def _label(value: Any) -> str:
+    return str(getattr(value, "__name__", value))

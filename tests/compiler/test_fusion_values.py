@@ -159,6 +159,7 @@ OTHER = {
     ),
     "negative zero": (lambda x, y: tanh(x) / 0.0 + y, lambda x, y: tanh(x) / -0.0 + y, X, Y),
     "large whole number": (lambda x, y: (x + (2**53 + 1)) * y.abs(), lambda x, y: (x + 2**53) * y.abs(), N, N),
+    "narrower result": (lambda x, y: (tanh(x) * y).bfloat16(), lambda x, y: tanh(x) * y, X, Y),
     "other constant": (lambda x, y: tanh(x) * 2.0 - y, lambda x, y: tanh(x) * 2.5 - y, X, Y),
     "tensor full of a narrow number": (
         lambda x, y: tanh(x) * 0.1 - y,
