@@ -32,6 +32,7 @@ _RESERVED_OPS = (
     "softmax_attention",
     "encoder_attention",
     "latent_attention",
+    "fused_latent_attention",
     "block_quantization",
     "multimodal_rotary",
     "normed_rotary",

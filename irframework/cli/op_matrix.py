@@ -19,7 +19,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "norm": ("layernorm", "gated_norm"),
     "activation": ("activation", "pointwise_activation"),
     "rotary": ("rotary", "multimodal_rotary", "rotate_half", "normed_rotary"),
-    "attention": ("softmax_attention", "latent_attention"),
+    "attention": ("softmax_attention", "latent_attention", "fused_latent_attention"),
     "cache": ("kv_cache",),
     "encoder": ("encoder_attention",),
     "quantisation": ("quantization", "block_quantization", "fused_quantization", "fused_block_quantization"),

@@ -42,6 +42,7 @@ from irframework.ops.fused_collectives import (
     all_reduce_rms_norm,
     linear_reduce_scatter,
 )
+from irframework.ops.fused_latent_attention import mla_attention_group_quant_fp8
 from irframework.ops.fused_quantization import (
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_static_quant_fp8,
@@ -54,7 +55,7 @@ from irframework.ops.fused_quantization import (
 )
 from irframework.ops.gated_norm import mixer2_gated_rms_norm, rms_norm_gated
 from irframework.ops.kv_cache import reshape_and_cache, rotary_embedding_reshape_and_cache
-from irframework.ops.latent_attention import mla_attention, mla_attention_group_quant_fp8
+from irframework.ops.latent_attention import mla_attention
 from irframework.ops.layernorm import (
     fused_add_gemma_rms_norm,
     fused_add_layer_norm,

@@ -1,4 +1,7 @@
-"""Meaning of multi-head latent attention: all heads share one row of latent keys and values. Does not hold kernels."""
+"""Meaning of multi-head latent attention: all heads share one row of latent keys and values.
+
+Does not hold kernels, and does not own what quantises its result by groups: `fused_latent_attention.py`.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +11,6 @@ from torch import Tensor
 
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
-from irframework.ops.block_quantization import group_quant_fp8
 from irframework.ops.layernorm import check_floating
 from irframework.ops.packed_sequences import Sequences, blocks_of, collect, cut, heads_of
 from irframework.ops.quantization import FP8, allow_one_code, check_scale, check_scale_values, static_quant_fp8
@@ -73,7 +75,7 @@ def mla_attention(
     Source: DeepSeek-AI, "DeepSeek-V2" (2024), section 2.1.
     """
     sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
-    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
+    rows = checked_rows(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
     if output_scale is not None:
         check_scale(sequences.op, "output_scale", output_scale)
     rank = rows.shape[-1] - query_rope.shape[-1]
@@ -91,7 +93,7 @@ def mla_attention(
 _Pair = tuple[Tensor | None, Tensor | None]
 
 
-def _check_all(
+def checked_rows(
     sequences: Sequences, queries: tuple[Tensor, Tensor], latent: Tensor | None, cache: Tensor | None, up: _Pair
 ) -> Tensor:
     """Return the latent rows, wherever they lie, after all shapes and dtypes were found to fit."""
@@ -174,104 +176,11 @@ def _latent_shape(
     output_scale: Tensor | None = None,
 ) -> Tensor:
     sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
-    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
+    rows = checked_rows(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
     if output_scale is not None:
         check_scale(sequences.op, "output_scale", output_scale)
     size = rows.shape[-1] - query_rope.shape[-1] if value_up is None else value_up.shape[-1]
     return query_nope.new_empty(*query_nope.shape[:2], size, dtype=query_nope.dtype if output_scale is None else FP8)
-
-
-@register_op(activations=("query_nope", "query_rope", "latent"))
-def mla_attention_group_quant_fp8(
-    query_nope: Tensor,
-    query_rope: Tensor,
-    latent: Tensor | None,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    scale: float,
-    key_up: Tensor | None = None,
-    value_up: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    latent_cache: Tensor | None = None,
-    block_table: Tensor | None = None,
-    causal: bool = True,
-    group_size: int = 128,
-    column_major_scales: bool = False,
-    power_of_two_scales: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Latent attention whose result is quantised, each group of a token with its own scale.
-
-    `group_quant_fp8(mla_attention(...).flatten(-2), group_size, column_major_scales, power_of_two_scales)`: the heads
-    of a token lie side by side, as the product behind attention reads them, and a group may reach over several.
-
-    Args:
-        query_nope: As all up to causal, as in `mla_attention`.
-        query_rope: See `mla_attention`.
-        latent: See `mla_attention`.
-        cu_seqlens_q: See `mla_attention`.
-        max_seqlen_q: See `mla_attention`.
-        scale: See `mla_attention`.
-        key_up: See `mla_attention`.
-        value_up: See `mla_attention`.
-        seq_lens: See `mla_attention`.
-        max_seqlen_k: See `mla_attention`.
-        latent_cache: See `mla_attention`.
-        block_table: See `mla_attention`.
-        causal: See `mla_attention`.
-        group_size: Elements of a group; it divides heads * value_size.
-        column_major_scales: Return the scales of one group of all tokens side by side, `[groups, tokens]`.
-        power_of_two_scales: Raise scales to powers of two.
-
-    Returns:
-        `(q, scale)`: `[tokens, heads * value_size]` in float8_e4m3fn, and `[tokens, groups]`, or `[groups, tokens]`, in
-        float32.
-
-    Raises:
-        ArgumentError: As `mla_attention` and `group_quant_fp8`.
-
-    Source: As its two parts.
-    """
-    out = mla_attention.native(
-        query_nope, query_rope, latent, cu_seqlens_q, max_seqlen_q, scale, key_up, value_up, seq_lens, max_seqlen_k,
-        latent_cache, block_table, causal,
-    )  # fmt: skip
-    pair: tuple[Tensor, Tensor] = group_quant_fp8.native(
-        out.flatten(-2), group_size, column_major_scales, power_of_two_scales
-    )
-    return pair
-
-
-@mla_attention_group_quant_fp8.register_value_check
-def _check_grouped_values(
-    query_nope: Tensor,
-    query_rope: Tensor,
-    latent: Tensor | None,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    key_up: Tensor | None,
-    value_up: Tensor | None,
-    seq_lens: Tensor | None,
-    max_seqlen_k: int | None,
-    latent_cache: Tensor | None,
-    block_table: Tensor | None,
-) -> None:
-    op = "mla_attention_group_quant_fp8"
-    sequences = Sequences(op, cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
-    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
-    sequences.check_values(query_nope, rows)
-
-
-@mla_attention_group_quant_fp8.register_input_generator
-def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
-    """`shape` as that of `mla_attention`; groups of one head, of two where there are, and of 16 elements."""
-    made: Any = mla_attention.input_generator
-    for number, call in enumerate(made(shape=shape, dtype=dtype, device=device)):
-        arguments = mla_attention.named(mla_attention.bind(call))
-        if arguments.pop("output_scale") is not None:
-            continue
-        size = (arguments["query_nope"] if arguments["value_up"] is None else arguments["value_up"]).shape[-1]
-        yield *arguments.values(), max(1, size // 2 if size % 2 == 0 else size), number % 2 == 1, number > 1
 
 
 @mla_attention.register_spelling
@@ -315,7 +224,7 @@ def _check_latent_values(
     output_scale: Tensor | None,
 ) -> None:
     sequences = Sequences("mla_attention", cu_seqlens_q, max_seqlen_q, seq_lens, max_seqlen_k, block_table)
-    rows = _check_all(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
+    rows = checked_rows(sequences, (query_nope, query_rope), latent, latent_cache, (key_up, value_up))
     sequences.check_values(query_nope, rows)
     if output_scale is not None:
         check_scale_values("mla_attention", "output_scale", output_scale)
@@ -340,12 +249,13 @@ def _latent_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> I
     if rank <= 512:
         key_up = torch.randn(heads, 6, rank, **options) * rank**-0.5
         value_up = torch.randn(heads, rank, 5, **options) * rank**-0.5
-        yield nope[..., :6], turned, latent, offsets, longest, 0.3, key_up[:, : min(6, rank)], value_up
+        short, up = nope[..., :6], (key_up[:, : min(6, rank)], value_up)
+        yield short, turned, latent, offsets, longest, 0.3, *up
+        yield short, turned, None, decoding, 1, 0.3, *up, seen, None, cache, table
     lengths = offsets.diff()
     yield nope, turned, latent, offsets, longest, scale, None, None, lengths, longest, None, None, False
     coded = torch.tensor(0.02, device=device)
     yield nope, turned, None, decoding, 1, scale, None, None, seen, 39, cache, table, True, coded
 
 
-for _op in (mla_attention, mla_attention_group_quant_fp8):
-    allow_one_code(_op, near_zero=2.0**-4)
+allow_one_code(mla_attention, near_zero=2.0**-4)

@@ -186,9 +186,9 @@ def test_as_many_of_everything_as_there_are_sequences_are_needed(kernels, name, 
 
 
 @pytest.mark.parametrize("up", [None, (6, 5)])
-@pytest.mark.parametrize("lengths", [(5, 40, 1), (700, 3)])
-def test_with_an_output_scale_it_stores_the_codes_of_its_result(kernels, lengths, up):
-    for dtype in FLOATS:
+@pytest.mark.parametrize(("lengths", "dtypes"), [((5, 40, 1), FLOATS), ((700, 3), FLOATS[:1])])
+def test_with_an_output_scale_it_stores_the_codes_of_its_result(kernels, lengths, dtypes, up):
+    for dtype in dtypes:
         given = call(lengths, dtype=dtype, up=up)
         for scale in (torch.tensor([0.004]), torch.tensor(0.3)):
             got = kernels.mla_attention(**given, output_scale=scale)
@@ -224,7 +224,7 @@ def test_the_torch_op_does_what_its_schema_says(kernels):
 def test_generated_calls_of_one_query_for_each_sequence_are_taken_and_near_native(kernels, name):
     ir.load_plugins()
     op, taken = getattr(ir.ops, name), 0
-    for shape in ((5, 34), (37, 256), (2, 3, 128), (0, 64), (1, 64)):
+    for shape in ((5, 34), (37, 256), (0, 64)):
         for args in op.input_generator(shape=shape, dtype=torch.float32, device="cpu"):
             given = op.bind(args)
             if op.impls["triton"].supports_args(*given) is not True:

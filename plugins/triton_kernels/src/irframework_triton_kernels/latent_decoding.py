@@ -53,7 +53,7 @@ def mla_attention(
     )  # fmt: skip
     if value_up is None:
         return y
-    y = torch.einsum("thr,hrv->thv", y, value_up)
+    y = torch.einsum("thr,hrv->thv", y, value_up).contiguous()  # a product of heads, which lie apart
     return y if output_scale is None else launches().static_quant_fp8(y, output_scale)
 
 
