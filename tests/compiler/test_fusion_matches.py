@@ -350,3 +350,21 @@ def test_what_is_narrowed_is_read_where_it_is(fused):
         return tanh(x.bfloat16()) * y
 
     assert searched(program, X, Y.bfloat16()).fusions == {op.name: 1}
+
+
+# --- behind an output whose dimensions were put back in order ------------------------------------------------------
+
+
+def bent(x: Tensor) -> Tensor:
+    return tanh(x.t()).t()
+
+
+def grown(x: Tensor) -> Tensor:
+    return (x.t().exp() + 1).t()
+
+
+def test_what_reads_an_output_in_another_order_is_found_too(fused):
+    first, second = fused(bent), fused(grown)
+    report = searched(lambda x: tanh(x.t()).exp() + 1, X)
+    assert report.fusions == {first.name: 1, second.name: 1}
+    assert report.missed_fusions == []
