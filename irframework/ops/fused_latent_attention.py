@@ -163,6 +163,7 @@ def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     and without the length of the longest sequence, and for all that scales can be.
     """
     made: Any = mla_attention.input_generator
+    decoding = []
     for number, call in enumerate(made(shape=shape, dtype=dtype, device=device)):
         arguments = mla_attention.named(mla_attention.bind(call))
         if arguments.pop("output_scale") is not None:
@@ -170,10 +171,10 @@ def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
         size = (arguments["query_nope"] if arguments["value_up"] is None else arguments["value_up"]).shape[-1]
         group = max(1, size // 2 if size % 2 == 0 else size)
         yield *arguments.values(), group, number % 2 == 1, number > 1
-        if arguments["latent_cache"] is None or len(arguments["query_nope"]) > _FEW:
-            continue
-        for bound, column_major, powers in itertools.product((39, None), (False, True), (False, True)):
-            yield *(arguments | {"max_seqlen_k": bound}).values(), group, column_major, powers
+        if arguments["latent_cache"] is not None and len(arguments["query_nope"]) <= _FEW:
+            decoding.append((arguments, group))
+    for (arguments, group), *ways in itertools.product(decoding, (39, None), (False, True), (False, True)):
+        yield *(arguments | {"max_seqlen_k": ways[0]}).values(), group, *ways[1:]
 
 
 allow_one_code(mla_attention_group_quant_fp8, near_zero=2.0**-4)
