@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from programs import ROWS, Arguments, Program, Written, arguments, elements, storage, write
+from programs import CODES, ROWS, Arguments, Program, Written, arguments, elements, storage, write
 from providers import overwriting, priorities, scope
 from statements import STATEMENTS
 from torch import Tensor
@@ -39,6 +39,15 @@ _MODIFIED = (  # what autograd says of memory that was overwritten
     "needed for gradient computation has been modified by an inplace operation",
     "is a view and its base or another view of its base has been modified inplace",
 )
+
+
+# A code apart is an eighth. What is computed in half precision is rounded at other places where code is generated.
+_TOLERANCES = {
+    torch.float64: (1e-6, 1e-6),
+    torch.bfloat16: (0.13, 0.13),
+    torch.float16: (0.13, 0.02),
+    torch.float8_e4m3fn: (0.13, 0.02),
+}
 
 
 class DifferenceError(AssertionError):
@@ -74,12 +83,12 @@ def check(program: Program, backend: str, device: str = "cpu", tally: Tally | No
     tally = tally if tally is not None else Tally()
     meanings = scope(device, meanings=True)
     with quiet():
-        written = _write(program, device)
+        written = written_out(program, device)
         tally.counts["programs"] += 1
         if not written.calls:
             tally.counts["without an op"] += 1
             return
-        want = _reference(program, written, meanings, device, ROWS)
+        want = reference(program, written, meanings, device, ROWS)
         if want is None:
             tally.counts["no meaning in eager"] += 1
             return
@@ -87,7 +96,7 @@ def check(program: Program, backend: str, device: str = "cpu", tally: Tally | No
             tally.counts["refused by autograd"] += 1
             return
         may_be_refused = program.mode == "training" and _may_be_refused(program, written, device)
-        title = f"backend {backend}, {program.mode}, {program.shapes}, {_providers(program)}"
+        title = f"backend {backend}, {program.mode}, {program.shapes}, {provider_names(program)}"
         text = f"{title}\n{written.source}{program!r}"
         try:
             _compare(program, written, want, backend, device, tally)
@@ -97,12 +106,12 @@ def check(program: Program, backend: str, device: str = "cpu", tally: Tally | No
                 return
             fault = _fails_without_ops(program, written, want, backend, device)
             if fault is None:
-                raise DifferenceError(f"{_first_lines(error)}\n{text}") from error
+                raise DifferenceError(f"{first_lines(error)}\n{text}") from error
             tally.counts["torch's own fault"] += 1
             tally.torch_faults.append(f"{fault}\n{text}")
 
 
-def _write(program: Program, device: str) -> Written:
+def written_out(program: Program, device: str) -> Written:
     return write(program, scope(device, meanings=True), STATEMENTS, disjoint, device)
 
 
@@ -119,25 +128,25 @@ def quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _providers(program: Program) -> str:
+def provider_names(program: Program) -> str:
     return ", ".join(f"{op}={names[0]}" for op, names in priorities(program.providers).items())
 
 
-def _first_lines(error: Exception) -> str:
+def first_lines(error: Exception) -> str:
     return "\n".join(f"{type(error).__name__}: {error}".splitlines()[:25])
 
 
-def _function(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+def function_of(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     found = dict(names)
     exec(source, found)
     function: Callable[..., Any] = found["f"]
     return function
 
 
-def _reference(program: Program, written: Written, meanings: dict[str, Any], device: str, rows: int) -> Seen | None:
-    function = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), meanings)
+def reference(program: Program, written: Written, meanings: dict[str, Any], device: str, rows: int) -> Seen | None:
+    function = function_of(written.source.replace("torch._dynamo.graph_break()", "pass"), meanings)
     try:
-        return _run(function, program, arguments(program, device, rows))
+        return run(function, program, arguments(program, device, rows))
     except Exception:
         return None
 
@@ -148,10 +157,10 @@ def _refused_by_autograd(program: Program, written: Written, device: str) -> boo
     So a later write to an input of an op, or `out=` for its output, is an error where native's own torch functions
     would have allowed it.
     """
-    function = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False))
+    function = function_of(written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False))
     try:
         with ir.priority({op: ["native"] for op in priorities(program.providers)}):
-            _run(function, program, arguments(program, device))
+            run(function, program, arguments(program, device))
     except RuntimeError:
         return True
     return False
@@ -166,10 +175,10 @@ def _may_be_refused(program: Program, written: Written, device: str) -> bool:
     """
     if written.breaks:
         return True
-    function = _function(written.source, scope(device, meanings=False) | overwriting())
+    function = function_of(written.source, scope(device, meanings=False) | overwriting())
     try:
         with ir.priority({op: ["native"] for op in priorities(program.providers)}):
-            _run(function, program, arguments(program, device), of_arguments=True)
+            run(function, program, arguments(program, device), of_arguments=True)
     except RuntimeError as error:
         return _refused(error)
     return False
@@ -179,7 +188,7 @@ def _refused(error: Exception) -> bool:
     return any(words in str(error) for words in _MODIFIED)
 
 
-def _run(function: Callable[..., Any], program: Program, given: Arguments, *, of_arguments: bool = False) -> Seen:
+def run(function: Callable[..., Any], program: Program, given: Arguments, *, of_arguments: bool = False) -> Seen:
     with ExitStack() as stack:
         if program.mode == "training":
             stack.enter_context(torch.enable_grad())
@@ -203,12 +212,14 @@ def _run(function: Callable[..., Any], program: Program, given: Arguments, *, of
 
 
 def _compare(program: Program, written: Written, want: Seen, backend: str, device: str, tally: Tally) -> None:
-    function = _function(written.source, scope(device, meanings=False))
+    function = function_of(written.source, scope(device, meanings=False))
     with ir.priority(priorities(program.providers)):
-        eager = _function(written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False))
+        eager = function_of(
+            written.source.replace("torch._dynamo.graph_break()", "pass"), scope(device, meanings=False)
+        )
         unkept = replace(written, kept=set())  # eager mode sees one call, not which arguments share memory
         try:
-            _differ(_run(eager, program, arguments(program, device)), want, unkept, "eager with these providers")
+            differ(run(eager, program, arguments(program, device)), want, unkept, "eager with these providers")
         except RuntimeError as error:  # the compiled program may still work: in training it overwrites no argument
             if program.mode != "training" or not _refused(error):
                 raise
@@ -221,10 +232,10 @@ def _compare(program: Program, written: Written, want: Seen, backend: str, devic
             for tensor in given.passed[:-1]:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         before = ir.last_report()
-        seen = _run(compiled, program, given)
-        _count(before, tally)
-        _differ(seen, want, written, "compiled")
-        _differ(_run(compiled, program, arguments(program, device)), want, written, "compiled, called again")
+        seen = run(compiled, program, given)
+        count_report(None if ir.last_report() is before else ir.last_report(), tally)
+        differ(seen, want, written, "compiled")
+        differ(run(compiled, program, arguments(program, device)), want, written, "compiled, called again")
         tally.counts["compared"] += 1
         tally.counts[f"compared: {backend}"] += 1
         tally.counts[f"compared: {program.mode}"] += 1
@@ -244,7 +255,7 @@ def _compare_other_sharing(
     compile more, so it is done for some programs, and for those that donate what may then not be overwritten.
     """
     for other in _sharing_otherwise(program):
-        again = _write(other, device)
+        again = written_out(other, device)
         if again.source != written.source:
             continue
         if other.inputs[-1].layout == "own" and _writes_to_shared(program, written, device):
@@ -254,12 +265,12 @@ def _compare_other_sharing(
             continue
         if program.mode == "training" and _may_be_refused(other, again, device):
             continue
-        want = _reference(other, again, scope(device, meanings=True), device, ROWS)
+        want = reference(other, again, scope(device, meanings=True), device, ROWS)
         if want is not None:
             seen = _run_unless_used_after_donation(compiled, other, arguments(other, device), tally)
             if seen is None:
                 return
-            _differ(seen, want, again, f"compiled, called with {other.inputs}")
+            differ(seen, want, again, f"compiled, called with {other.inputs}")
             tally.counts["arguments that share otherwise"] += 1
             tally.counts["donated arguments that share otherwise"] += forbidden
             return
@@ -282,7 +293,7 @@ def _sharing_otherwise(program: Program) -> Iterator[Program]:
 def _compare_other_size(
     program: Program, written: Written, compiled: Callable[..., Any], device: str, tally: Tally
 ) -> None:
-    want = _reference(program, written, scope(device, meanings=True), device, OTHER_ROWS)
+    want = reference(program, written, scope(device, meanings=True), device, OTHER_ROWS)
     if want is None:
         return
     other = Written(
@@ -295,7 +306,7 @@ def _compare_other_size(
     seen = _run_unless_used_after_donation(compiled, program, arguments(program, device, OTHER_ROWS), tally)
     if seen is None:
         return
-    _differ(seen, want, other, f"compiled, called with {OTHER_ROWS} rows")
+    differ(seen, want, other, f"compiled, called with {OTHER_ROWS} rows")
     tally.counts["another size"] += 1
 
 
@@ -304,7 +315,7 @@ def _run_unless_used_after_donation(
 ) -> Seen | None:
     """Run it, except where parts that are disjoint at the size it was written for are not at all sizes."""
     try:
-        return _run(compiled, program, given)
+        return run(compiled, program, given)
     except Exception as error:
         if program.shapes == "static" or "DonationError" not in f"{type(error).__name__}: {error}":
             raise
@@ -320,33 +331,35 @@ def _writes_to_shared(program: Program, written: Written, device: str) -> bool:
     if not any(each.layout in ("alias", "rest", "overlap") for each in program.inputs):
         return False
     fresh = arguments(program, device)
-    after = _reference(program, written, scope(device, meanings=True), device, ROWS)
+    after = reference(program, written, scope(device, meanings=True), device, ROWS)
     return after is None or not all(map(torch.equal, fresh.bases, after.arguments.bases))
 
 
-def _count(before: Any, tally: Tally) -> None:
-    report = ir.last_report()
-    if report is not None and report is not before:
+def count_report(report: Any, tally: Tally) -> None:
+    if report is not None:
         tally.counts["copies removed"] += report.clones_removed
         tally.counts["copies kept"] += report.clones_inserted - report.clones_removed
+        tally.counts["with fusions"] += bool(report.fusions)
+        tally.counts.update({f"fused: {op}": count for op, count in report.fusions.items()})
         tally.counts["inputs given away"] += sum(d.kind == "input" for d in report.donated)
 
 
-def _differ(got: Seen, want: Seen, written: Written, what: str) -> None:
+def differ(got: Seen, want: Seen, written: Written, what: str, close: Callable[..., None] | None = None) -> None:
     """Raise if two runs differ in anything that can be seen."""
+    close = close or _close
     for index, (a, b) in enumerate(zip(got.results, want.results, strict=True)):
-        _close(a, b, f"{what}: output {index}")
+        close(a, b, f"{what}: output {index}")
     for index, (a, b) in enumerate(zip(got.arguments.bases, want.arguments.bases, strict=True)):
         given = written.given[index]
         if given and index not in written.kept:
             untouched = torch.ones(a.untyped_storage().nbytes(), dtype=torch.bool)
             untouched[list(given)] = False
             a, b = (_memory(t)[untouched.reshape(-1, t.element_size()).all(1).to(t.device)] for t in (a, b))
-        _close(a, b, f"{what}: memory {index} of the arguments")
+        close(a, b, f"{what}: memory {index} of the arguments")
     for index, (a, b) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         leaf = want.arguments.leaves[index]
         a, b = (torch.zeros_like(leaf) if gradient is None else gradient for gradient in (a, b))
-        _close(a, b, f"{what}: gradient {index}")
+        close(a, b, f"{what}: gradient {index}")
     _same_sharing(got, want, written, what)
 
 
@@ -357,12 +370,14 @@ def _memory(tensor: Tensor) -> Tensor:
 
 
 def _close(a: Tensor, b: Tensor, what: str) -> None:
-    exact = a.dtype == torch.float64
+    relative, absolute = _TOLERANCES.get(a.dtype, (1e-3, 1e-4))
+    if a.dtype in CODES and a.dtype == b.dtype:
+        a, b = a.float(), b.float()
     torch.testing.assert_close(
         a.detach(),
         b.detach(),
-        rtol=1e-6 if exact else 1e-3,
-        atol=1e-6 if exact else 1e-4,
+        rtol=relative,
+        atol=absolute,
         equal_nan=True,
         msg=lambda message: f"{what}: {message}\ngot  {a.flatten()[:12].tolist()}\nwant {b.flatten()[:12].tolist()}",
     )
@@ -395,7 +410,7 @@ def _fails_without_ops(program: Program, written: Written, want: Seen, backend: 
     """How the same program without IR ops fails, if it does."""
     torch._dynamo.reset()
     compiled = torch.compile(
-        _function(written.source, scope(device, meanings=True)),
+        function_of(written.source, scope(device, meanings=True)),
         backend=PLAIN[backend],
         dynamic={"dynamic": True}.get(program.shapes),
     )
@@ -404,13 +419,13 @@ def _fails_without_ops(program: Program, written: Written, want: Seen, backend: 
         if program.shapes == "marked":
             for tensor in given.passed[:-1]:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        _differ(_run(compiled, program, given), want, written, "compiled without IR ops")
-        _differ(_run(compiled, program, arguments(program, device)), want, written, "again without IR ops")
+        differ(run(compiled, program, given), want, written, "compiled without IR ops")
+        differ(run(compiled, program, arguments(program, device)), want, written, "again without IR ops")
         if program.shapes != "static":
             _compare_other_size(program, written, compiled, device, Tally())
         _compare_other_sharing(program, written, compiled, device, Tally())
     except Exception as error:
-        return _first_lines(error)
+        return first_lines(error)
     finally:
         torch._dynamo.reset()
     return None

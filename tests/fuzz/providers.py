@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from fused_ops import declare_fused, fused_priorities
 from torch import Tensor
 from torch.library import Library
 
@@ -169,6 +170,13 @@ def declare() -> Ops:
         "norm": ir.ops.rms_norm,
         "gate": ir.ops.silu_and_mul,
         "rotate": ir.ops.rotary_embedding,
+        "gemma": ir.ops.gemma_rms_norm,
+        "added_gemma": ir.ops.fused_add_gemma_rms_norm,
+        "gelu_gate": ir.ops.gelu_and_mul,
+        "quant_static": ir.ops.static_quant_fp8,
+        "quant_dynamic": ir.ops.dynamic_quant_fp8,
+        "quant_group": ir.ops.group_quant_fp8,
+        **declare_fused(),
     }
     providers = {
         "fuzz_add": ("native", "inp", "inp", "aten", "nested", "fresh", "out", "halves", "into_activation"),
@@ -301,8 +309,18 @@ def standard_providers() -> Iterator[None]:
         (ops.rms_norm, "fuzz_out", out, False),
         (ops.silu_and_mul, "fuzz_fresh", fresh, False),
     )
+
+    def both_whole(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> bool:
+        return variance_size is None
+
+    def whole(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+        return variance_size is None
+
+    asks = {ops.fused_add_rms_norm: both_whole, ops.rms_norm: whole}
     for op, provider, function, inplace in added:
-        op.register_impl(provider, inplace=inplace)(function)
+        op.register_impl(provider, inplace=inplace, supports_args=asks.get(op))(function)
     try:
         yield
     finally:
@@ -314,8 +332,9 @@ def priorities(numbers: Sequence[int]) -> dict[str, list[str]]:
     """The provider of each op that a program's numbers choose; where it does not take a call, native does."""
     found = declare().providers
     chosen = {op: names[number % len(names)] for number, (op, names) in zip(numbers, found.items(), strict=True)}
-    return {
-        op: [name] if name == "native" else [name, "native"]
+    fused = fused_priorities(numbers)
+    return fused | {
+        op: ([] if name == "native" else [name]) + fused.get(op, ["native"])
         for op, name in chosen.items()
         if name in getattr(ir.ops, op).impls
     }
@@ -370,4 +389,5 @@ def scope(device: str, *, meanings: bool) -> dict[str, Any]:
     # As many positions as rows may be: on a GPU an index beyond the table ends the process.
     table = torch.cat((angles[:, :8].cos(), angles[:, 8:].sin()), -1).repeat(64, 1).to(device)
     ops = {name: Meaning(op) for name, op in called.items()} if meanings else called
-    return {"torch": torch, "user": getattr(torch.ops, NAMESPACE), "table": table, **ops}
+    scales = torch.tensor((0.02, 0.5, 0.004), device=device)
+    return {"torch": torch, "user": getattr(torch.ops, NAMESPACE), "table": table, "scales": scales, **ops}

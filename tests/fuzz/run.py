@@ -1,4 +1,4 @@
-"""Many random programs: `python tests/fuzz/run.py --graphs 20000 --jobs 2 [--backend lowered] [--seconds S]`.
+"""Many random programs: `python tests/fuzz/run.py --graphs 20000 --jobs 2 [--seconds S] [--fusions]`.
 
 Owns the processes, their seeds, and what is printed. Each program has a seed of its own, `--seed` plus its number, so
 `--seed N --graphs 1` draws one of them again; `--program "Program(...)"` takes the text of a report. A failing program
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--shrink", type=int, default=60, help="attempts to make a failing program smaller")
     parser.add_argument("--failures", type=int, default=20, help="stop a process after so many")
+    parser.add_argument("--fusions", action="store_true", help="programs with chains that fusion finds")
     parser.add_argument("--torch-faults", action="store_true", help="print also what fails without IR ops")
     parser.add_argument("--program", help="run one program, as a report prints it")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -82,6 +84,8 @@ def main() -> int:
     print("total: " + ", ".join(f"{name} {count}" for name, count in sorted(total.items())))
     through = sum(total[f"compared: {name}"] for name in ("irframework", "stock"))
     print(f"{total['compared']} graphs compared, {through} of them through Inductor; {total['failed']} failed")
+    if chosen.fusions:
+        print(f"{total['with chains']} graphs contain a chain, {total['with fusions']} a fusion")
     return 1 if total["failed"] else 0
 
 
@@ -101,6 +105,7 @@ class _Worker:
         for name in ("graphs", "jobs", "seed", "backend", "device", "shrink", "failures"):
             command += [f"--{name}", str(getattr(self.chosen, name))]
         command += ["--torch-faults"] if self.chosen.torch_faults else []
+        command += ["--fusions"] if self.chosen.fusions else []
         if self.deadline is not None:
             command += ["--seconds", str(max(self.deadline - time.monotonic(), 1))]
         self.process = subprocess.Popen(command, env={**ENVIRONMENT, **os.environ})
@@ -156,12 +161,13 @@ def work(chosen: argparse.Namespace) -> int:
     torch._functorch.config.enable_autograd_cache = False
     _compile_quickly()
     import comparing
-    from programs import Input, Program, Step, drawn
+    from fused_ops import fused_providers
+    from programs import Input, Program, Step
     from providers import standard_providers
-    from statements import KINDS, KINDS_WITH_BREAKS
 
     tally = comparing.Tally()
-    with standard_providers():
+    check = _check(chosen)
+    with standard_providers(), fused_providers() if chosen.fusions else nullcontext():
         if chosen.program:
             names = {"Program": Program, "Input": Input, "Step": Step}
             return _one(eval(chosen.program, names), chosen, tally)
@@ -175,10 +181,12 @@ def work(chosen: argparse.Namespace) -> int:
             if late or failures >= chosen.failures:
                 break
             journal.write_text(json.dumps({"seed": seed, "counts": tally.counts}))
-            program = drawn(random.Random(seed), KINDS_WITH_BREAKS if seed % 4 == 0 else KINDS)
+            if chosen.fusions and (seed - chosen.seed) // chosen.jobs % 500 == 499:
+                print(f"process {chosen.worker}, {time.monotonic() - began:.0f} s: {tally}", flush=True)
+            program = _drawn(chosen, seed)
             backend = _backend(chosen, seed)
             try:
-                comparing.check(program, backend, chosen.device, tally)
+                check(program, backend, chosen.device, tally)
             except AssertionError as error:
                 failures += 1
                 tally.counts["failed"] += 1
@@ -195,6 +203,21 @@ def work(chosen: argparse.Namespace) -> int:
     return FAILURES if failures else 0
 
 
+def _check(chosen: argparse.Namespace) -> Any:
+    import comparing
+    import fusing
+
+    return fusing.check_fused if chosen.fusions else comparing.check
+
+
+def _drawn(chosen: argparse.Namespace, seed: int) -> Any:
+    from programs import drawn
+    from statements import FUSABLE, KINDS, KINDS_WITH_BREAKS
+
+    draw = random.Random(seed)
+    return drawn(draw, **FUSABLE) if chosen.fusions else drawn(draw, KINDS_WITH_BREAKS if seed % 4 == 0 else KINDS)
+
+
 def _backend(chosen: argparse.Namespace, seed: int) -> str:
     if chosen.backend != "inductor":
         return str(chosen.backend)
@@ -202,10 +225,8 @@ def _backend(chosen: argparse.Namespace, seed: int) -> str:
 
 
 def _one(program: Any, chosen: argparse.Namespace, tally: Any) -> int:
-    import comparing
-
     for backend in ("irframework", "stock") if chosen.backend == "inductor" else (chosen.backend,):
-        comparing.check(program, backend, chosen.device, tally)
+        _check(chosen)(program, backend, chosen.device, tally)
     print(tally)
     for fault in tally.torch_faults:
         print(fault)
@@ -214,9 +235,7 @@ def _one(program: Any, chosen: argparse.Namespace, tally: Any) -> int:
 
 def _smaller(program: Any, backend: str, chosen: argparse.Namespace, text: str) -> str:
     """Take away what is not needed for the failure: steps, inputs, results, then the numbers' size."""
-    import comparing
-
-    kind = _kind(text)
+    check, kind = _check(chosen), _kind(text)
     attempts = chosen.shrink
     progress = True
     while progress and attempts > 0:
@@ -226,7 +245,7 @@ def _smaller(program: Any, backend: str, chosen: argparse.Namespace, text: str) 
             if attempts < 0:
                 break
             try:
-                comparing.check(candidate, backend, chosen.device)
+                check(candidate, backend, chosen.device)
             except AssertionError as error:
                 if _kind(str(error)) == kind:
                     program, text, progress = candidate, str(error), True

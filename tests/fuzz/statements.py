@@ -7,9 +7,11 @@ form has a jump: a difference in the last bit must not grow into one that counts
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from programs import Step, Writer, storage
+from fusable import chain
+from programs import Step, Writer
 from providers import priorities
 
 POINTWISE = (
@@ -178,23 +180,13 @@ def _user(writer: Writer, step: Step) -> None:
     names = _names(writer, step)
     if not writer.may_write(str(names["a"])) or any(writer.scope[str(names[n])].requires_grad for n in "ab"):
         return  # what a custom op without a backward does to gradients is not defined
-    if _is_part_of_offset_argument(writer, str(names["a"])):
+    if writer.is_part_of_offset_argument(str(names["a"])):
         return
     line = _of(USER, step).format(**names)
     if "blend" in line:
         writer.define(line)
     else:
         writer.run(line)
-
-
-def _is_part_of_offset_argument(writer: Writer, name: str) -> bool:
-    """A fault of torch, also without IR ops: `test_torch_faults.py` shows it.
-
-    A custom op that mutates a view of an argument which does not lie at the start of its memory mutates another part.
-    Behind a graph break every value is an argument, and may lie in the memory of one that was given away.
-    """
-    offset = {storage(tensor) for tensor in writer.inputs.passed if tensor.storage_offset()}
-    return storage(writer.scope[name]) in offset or bool(offset and writer.breaks)
 
 
 def _look(writer: Writer, step: Step) -> None:
@@ -304,6 +296,7 @@ STATEMENTS: dict[str, Callable[[Writer, Step], None]] = {
     "break": _break,
     "call": _call,
     "donate": _donate,
+    "chain": chain,
 }
 # How often each kind is drawn.
 KINDS = (
@@ -318,3 +311,21 @@ KINDS = (
     *("donate",) * 7,
 )
 KINDS_WITH_BREAKS = (*KINDS, "break")
+_KINDS_FUSABLE = (
+    *("chain",) * 9,
+    *("pointwise",) * 3,
+    *("view",) * 3,
+    *("write",) * 3,
+    *("call",) * 2,
+    *("donate",) * 2,
+    *("other", "pair", "user", "look"),
+)
+# How programs are drawn that fusions are to be found in: few for training, where nothing is fused, and of any size.
+FUSABLE: dict[str, Any] = {
+    "kinds": _KINDS_FUSABLE,
+    "max_steps": 5,
+    "must": "chain",
+    "dtypes": (*("float32",) * 4, *("bfloat16",) * 2, "float16", "float64"),
+    "modes": (*("no_grad",) * 190, *("inference_mode",) * 9, "training"),
+    "shapes": (*("static",) * 198, "dynamic", "marked"),
+}
