@@ -13,7 +13,7 @@ from irframework.ops.latent_attention import checked_rows, mla_attention
 from irframework.ops.packed_sequences import Sequences
 from irframework.ops.quantization import allow_one_code
 
-_FEW = 6  # tokens of a small call
+_SHOWN = 6  # tokens of the calls by which graphs are searched
 
 
 @register_op(activations=("query_nope", "query_rope", "latent"), fuse=True)
@@ -159,8 +159,9 @@ def _grouped_shapes(
 def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
     """`shape` as that of `mla_attention`; groups of half a head.
 
-    Graphs are searched for the ways in which small calls are given: decoding is shown with and without products, with
-    and without the length of the longest sequence, and for all that scales can be.
+    Graphs are searched for what the calls of 6 tokens look like (`compiler/shown_calls.py`). Among these is decoding
+    with and without products and the length of the longest sequence, for each order and kind of scales. More calls of
+    other sizes would show tests nothing.
     """
     made: Any = mla_attention.input_generator
     decoding = []
@@ -171,7 +172,7 @@ def _grouped_inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
         size = (arguments["query_nope"] if arguments["value_up"] is None else arguments["value_up"]).shape[-1]
         group = max(1, size // 2 if size % 2 == 0 else size)
         yield *arguments.values(), group, number % 2 == 1, number > 1
-        if arguments["latent_cache"] is not None and len(arguments["query_nope"]) <= _FEW:
+        if arguments["latent_cache"] is not None and len(arguments["query_nope"]) == _SHOWN:
             decoding.append((arguments, group))
     for (arguments, group), *ways in itertools.product(decoding, (39, None), (False, True), (False, True)):
         yield *(arguments | {"max_seqlen_k": ways[0]}).values(), group, *ways[1:]
