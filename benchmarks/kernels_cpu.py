@@ -3,8 +3,9 @@
 Run `python benchmarks/kernels_cpu.py` (a few minutes), `--quick` for a look, `--json` for machines, `--op` for others
 than rms_norm (`--op quantising` for those that end in fp8 codes with a scale of a tensor or a row, `--op further` for
 those that only the CPU library has, `--op fused` for the fused ones of these: groups of 128 or, in rows of 576, of 64;
-GELU by tanh; normed heads of that size, rotated, with a quarter as many keys). Each line is one shape, dtype
-and number of threads:
+GELU by tanh; normed heads of that size, rotated, with a quarter as many keys; heads alone are of 128 or, in rows of
+576, of 64). What kernels gain inside of a compiled graph is measured by `in_graphs_cpu.py`. Each line is one shape,
+dtype and number of threads:
 
     ours        time of one call of the kernel through its torch op, in microseconds: the least of all rounds
     op          the same for torch's own function (F.rms_norm; F.silu or F.gelu, and a product where there is a gate),
@@ -67,7 +68,8 @@ ELEMENTS = ("gelu_new", "gelu_fast", "quick_gelu", "relu2", "xielu")
 GATED = ("mul_and_silu", "fatrelu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
 BLOCKS = ("tensor_quant_fp8", "dynamic_quant_int8", "group_quant_fp8", "dequant")
 GEMMA = ("gemma_rms_norm", "fused_add_gemma_rms_norm")
-FURTHER = (*ELEMENTS, *GATED, *BLOCKS, *GEMMA)
+WRITTEN_OUT = ("silu_mul", "gelu_mul", "apply_rotary_pos_emb")
+FURTHER = (*ELEMENTS, *GATED, *BLOCKS, *GEMMA, *WRITTEN_OUT)
 FUSED = (
     "rms_norm_group_quant_fp8",
     "fused_add_rms_norm_group_quant_fp8",
@@ -184,6 +186,11 @@ def further_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compile
         args = (x, torch.tensor([0.2]), torch.tensor([-1.05]))
     elif op == "gelu_and_mul_sparse":
         args = (x, 0.95)
+    elif op in ("silu_mul", "gelu_mul"):
+        args = (x, x.flip(0))
+    elif op == "apply_rotary_pos_emb":
+        heads = x.view(1, rows, -1, 128 if width % 128 == 0 else 64)
+        args = (heads, *torch.randn(2, 1, rows, heads.shape[-1]).to(dtype))
     elif op == "dequant":
         args = (*ir.ops.group_quant_fp8.native(x), dtype)
     elif op == "gemma_rms_norm":
@@ -201,6 +208,8 @@ def further_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compile
         "gelu_new": lambda: F.gelu(x, approximate="tanh"),
         "gelu_fast": lambda: F.gelu(x, approximate="tanh"),
         "mul_and_silu": lambda: x[..., :width] * F.silu(x[..., width:]),
+        "silu_mul": lambda: F.silu(x) * args[1],
+        "gelu_mul": lambda: F.gelu(x) * args[1],
     }
     calls: dict[str, Call] = {"ours": lambda: function(*args)}
     if op in own:

@@ -250,3 +250,34 @@ def test_what_is_declined_has_a_reason(name: str, args: tuple[Any, ...], reason:
     answer = getattr(ir.ops, name).impls["vllm_c"].supports_args(*args)
     assert not answer
     assert reason in answer.reason
+
+
+class Written(torch.nn.Module):
+    """A gated layer in plain torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["by default", "asked for"])
+def test_compiled_cpu_code_leaves_a_model_s_own_lines_to_inductor_unless_the_kernels_are_asked_for(asked: bool) -> None:
+    model, x = Written(), normal(5, 64)
+    torch._dynamo.reset()
+    options = {"ir_op_priority": {"silu_mul": ["vllm_c"]}} if asked else {}
+    with torch.no_grad():
+        got = torch.compile(model, backend="irframework", options=options)(x)
+        torch.testing.assert_close(got, model(x))
+    report = ir.last_report()
+    assert report.fusions.get("silu_mul", 0) == int(asked)
+    if not asked:
+        assert [miss.reason for miss in report.missed_fusions if miss.op == "silu_mul"] == ["only native would run it"]
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul", "apply_rotary_pos_emb"])
+def test_eager_calls_have_the_kernels_by_default(name: str) -> None:
+    args = (X, COS, COS) if name == "apply_rotary_pos_emb" else (X, X)
+    assert ir.explain(name, *args).provider == "vllm_c"
