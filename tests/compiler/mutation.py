@@ -75,18 +75,23 @@ def applied(mutant: Mutant) -> Iterator[None]:
     elif function is None or mutant.old:
         raise StaleError(f"{mutant.where} is no function of the module")
     kept = _kept()
+    caches = [each for each in vars(module).values() if hasattr(each, "cache_clear")]
     before = function.__code__ if code is not None else function
     try:
         if code is not None:
             function.__code__ = code
         else:
             setattr(owner, path[-1], eval(mutant.new, vars(module)))
+        for each in caches:
+            each.cache_clear()
         yield
     finally:
         if code is not None:
             function.__code__ = before
         else:
             setattr(owner, path[-1], before)
+        for each in caches:
+            each.cache_clear()
         for values, content in kept:
             values.clear()
             values.extend(content) if isinstance(values, list) else values.update(content)

@@ -5,7 +5,7 @@ import torch
 from fusion_support import W, X, Y, body_of, calls_of, fused_in, searched, traced
 from torch import Tensor, tanh
 
-from irframework.compiler import candidates, fusion, skeletons
+from irframework.compiler import candidates, fusion
 from irframework.compiler.definitions import Definitions
 
 B = X.bfloat16()
@@ -260,21 +260,6 @@ def test_the_largest_is_looked_for_first(fused, order):
 def test_an_op_that_only_converts_is_not_looked_for(fused):
     fused(body_of(lambda x: x.bfloat16()))
     assert searched(lambda x, y: tanh(x.bfloat16()) * y, X, B).fusions == {}
-
-
-def test_a_definition_is_derived_for_graphs_that_could_hold_it(fused, monkeypatch):
-    derived: list[str] = []
-    derive = skeletons.derive
-    monkeypatch.setattr(
-        "irframework.compiler.fusable_ops.derive", lambda op, *rest: derived.append(op.name) or derive(op, *rest)
-    )
-    op = fused(gated)
-    op.register_input_generator(lambda shape, **options: (torch.ones(shape), torch.ones(shape)))
-    searched(lambda x, y: x.sin() * y, X, Y)
-    assert op.name not in derived
-    searched(gated, X, Y)
-    searched(gated, X, Y)
-    assert derived.count(op.name) == 1
 
 
 def test_a_graph_that_computes_nothing_is_not_worth_a_look(fused):

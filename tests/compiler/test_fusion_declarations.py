@@ -224,6 +224,14 @@ def has_another_constant(x: Tensor) -> Tensor:
     return torch.tanh(x) + x * 2
 
 
+def less_two(x: Tensor) -> Tensor:
+    return torch.tanh(x) - x * 2
+
+
+def less_three(x: Tensor) -> Tensor:
+    return torch.tanh(x) - x * 3
+
+
 def takes_the_constant(x: Tensor, factor: float) -> Tensor:
     return torch.tanh(x) + x * factor
 
@@ -237,6 +245,7 @@ def uses_two(x: Tensor, y: Tensor) -> Tensor:
     [
         (rounds_once, rounds_twice),
         (double, has_another_constant),
+        (less_two, less_three),
         (has_another_constant, takes_the_constant),
         (double, uses_two),
     ],
@@ -264,6 +273,7 @@ def test_an_op_that_is_gone_is_no_rival(fused):
     transaction = Transaction("other")
     with registry.registering(transaction):
         gone = ir.register_op(name=f"tfd_gone_{os.getpid()}", fuse=True)(also_double)
+    gone.plugin = None
     fusable_ops.skeletons_of(gone, set())
     transaction.roll_back()
     op = fused(double)

@@ -174,6 +174,18 @@ def test_nothing_is_overwritten_between_the_steps(fused):
     assert missed(searched(program, X, Y), op) == "add_ overwrites memory in between"
 
 
+def test_what_is_computed_again_behind_a_write_is_another_value(fused):
+    op = fused(gated)
+
+    def program(x, y):
+        rows = x.view(2, 16)
+        before = rows.sin()
+        x.add_(1)
+        return tanh(rows.sin()) * y, before
+
+    assert searched(program, X, Y.view(2, 16)).fusions == {op.name: 1}
+
+
 def test_two_places_that_become_one_are_not_overwritten_later(fused):
     def gate_and_total(x: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         return tanh(x + r) * (x + r), x + r

@@ -183,3 +183,16 @@ def test_where_an_op_stands_that_is_as_large_nothing_is_missed(fused):
     fused(body_of(lambda x, y: tanh(x.cos()) * y), fuse=ir.supports(ndim={"y": 1}))
     found = searched(lambda x, y: there(x.cos(), y)[0], X, Y)
     assert (found.fusions, found.missed_fusions) == ({}, [])
+
+
+def test_misses_are_those_of_the_last_search(fused):
+    first = fused(body_of(lambda x, y: (tanh(x) * y).permute(1, 0)))
+    second = fused(body_of(lambda h, z: z * h.permute(1, 0).sin()))
+    missed = fused(body_of(lambda x: x.exp() + x), fuse=ir.supports(ndim={"x": 1}))
+
+    def program(x, y, z):
+        return z * (tanh(x.t()) * y.t()).sin(), z.exp() + z
+
+    found = searched(program, X, Y, R.reshape(8, 4))
+    assert found.fusions == {first.name: 1, second.name: 1}
+    assert [miss.op for miss in found.missed_fusions] == [missed.name]

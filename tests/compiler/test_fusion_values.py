@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusion_support import W, X, Y, body_of, fused_in, searched
+from fusion_support import W, X, Y, body_of, fused_in, searched, traced
 from torch import Tensor, tanh
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -208,3 +208,9 @@ def test_bounds_are_known_in_a_graph_that_is_not_decomposed(fused, bounds):
     module = make_fx(lambda x, y: tanh(x).clamp(**bounds) * y, tracing_mode="fake")(X, Y)
     assert "clamp.default" in str(module.graph)
     assert fused_in(module).fusions == {op.name: 1}
+
+
+def test_two_draws_are_two_values(fused):
+    op = fused(body_of(lambda x, y: tanh(x + y) * x))
+    module = traced(lambda y: tanh(torch.rand_like(y) + y) * torch.rand_like(y), Y)
+    assert fused_in(module).fusions.get(op.name, 0) == 0

@@ -1,12 +1,15 @@
 """Each rule of the matcher is switched off, and the test of that rule fails: none of them is there for nothing."""
 
 import pytest
+import test_fusion_seen
+import test_fusion_spellings
 from mutation import Mutant, StaleError, applied, called, mutants
 
 from irframework.registry import registry
 
 _CRASHES = (NameError, AttributeError, TypeError, SyntaxError)  # by which a mutant would die of itself
 MUTANTS = mutants()
+op, environment, spelt = test_fusion_seen.op, test_fusion_seen.environment, test_fusion_spellings.spelt  # fixtures
 
 
 @pytest.fixture(autouse=True)
