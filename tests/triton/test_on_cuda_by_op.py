@@ -506,7 +506,8 @@ def test_codes_of_latent_attention_are_those_of_its_result(lengths, up):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_quantisation_behind_latent_attention_is_fused_with_it_in_compiled_code(grouped):
-    given, scale = latent_decoding((40, 2000, 1), heads=16), torch.tensor([0.004], device="cuda")
+    # In the latent space: Inductor may lay a product out otherwise, and it then be summed in another order.
+    given, scale = latent_decoding((40, 2000, 1), heads=16, up=False), torch.tensor([0.004], device="cuda")
     torch._dynamo.reset()
 
     def step(given, scale):
