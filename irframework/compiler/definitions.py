@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph
 
+from irframework.compiler.recording import BeyondError, recorded
 from irframework.compiler.tracing import fake_like, trace
 from irframework.compiler.values import Expansion
 from irframework.registry import registry
@@ -33,6 +35,7 @@ class Definitions:
     """Definitions met in one graph."""
 
     own: dict[Any, Expansion | None] = field(default_factory=dict)
+    kinds: dict[int, tuple[torch.Tensor, Any, bool]] = field(default_factory=dict)
 
     def expand(self, op: IrOp, arguments: Sequence[Any], result: Any, body: IrOpImpl | None = None) -> Expansion | None:
         """The definition of an op, or None where it is too long, or cannot be traced.
@@ -46,29 +49,45 @@ class Definitions:
         mode = fake_mode_of((*arguments, result))
         if mode is None or (body is None and known_by_spelling(op)):
             return None
-        kinds = (argument_key(argument, offsets=False) for argument in arguments)
-        key = (op.name, None if body is None else body.fn, *kinds)
+        kinds = [self._kind(argument) for argument in arguments]
+        key = (op.name, None if body is None else body.fn, *(kind for kind, _ in kinds))
         if registry.generation != _kept_for[0]:
             _kept.clear()
             _kept_for[0] = registry.generation
-        kept = self.own if mode.shape_env is not None and _symbolic(arguments) else _kept
+        kept = self.own if mode.shape_env is not None and any(symbolic for _, symbolic in kinds) else _kept
         if key not in kept:
             kept[key] = self._trace(body or op.registered["native"], arguments, mode)
         return kept[key]
+
+    def _kind(self, argument: Any) -> tuple[Any, bool]:
+        """What of an argument a trace depends on, and whether it is symbolic; asked of each tensor once."""
+        if not isinstance(argument, torch.Tensor):
+            return argument_key(argument, offsets=False), _symbolic(argument)
+        known = self.kinds.get(id(argument))
+        if known is None:
+            known = self.kinds[id(argument)] = (argument, argument_key(argument, offsets=False), _symbolic(argument))
+        return known[1:]
 
     def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
         own = [fresh(argument, mode) for argument in arguments]
         _FAKE_LOG.addFilter(_nothing)  # torch logs what is a refusal here as an error
         try:
-            traced = trace(lambda *given: body.apply(given), own, mode)
+            try:
+                return self._expansion(*recorded(lambda *given: body.apply(given), own, mode), None)
+            except BeyondError:
+                own = [fresh(argument, mode) for argument in arguments]
+                traced = trace(lambda *given: body.apply(given), own, mode)
         except Exception:  # the definition refuses such arguments, or cannot be traced
             return None
         finally:
             _FAKE_LOG.removeFilter(_nothing)
-        traced.module.graph.eliminate_dead_code()
-        if traced.written or len(traced.module.graph.nodes) > _LARGEST:
+        if traced.written:
             return None
-        return Expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
+        return self._expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
+
+    def _expansion(self, graph: Graph, places: Sequence[Any], is_tuple: bool, owner: Any) -> Expansion | None:
+        graph.eliminate_dead_code()
+        return None if len(graph.nodes) > _LARGEST else Expansion(graph, places, is_tuple, owner)
 
 
 def known_by_spelling(op: IrOp) -> bool:

@@ -7,6 +7,7 @@ definition is matched only where dispatch chooses a provider other than native f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,14 +19,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.call_arguments import Number, Value, constant, number, plain_number
-from irframework.compiler.candidates import Binding, Search, TooManyWaysError, whole_numbers
+from irframework.compiler.candidates import Binding, Places, Search, TooManyWaysError, whole_numbers
 from irframework.compiler.definitions import Definitions, fake_mode_of, fresh, known_by_spelling
 from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
 from irframework.compiler.ingredients import ingredients_of
 from irframework.compiler.matches import Judge, Match, Refused
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
-from irframework.compiler.skeletons import Skeleton, stripped
-from irframework.compiler.values import ValueTable
+from irframework.compiler.skeletons import Skeleton
+from irframework.compiler.values import Expansion, ValueTable
 from irframework.torch_ops import op_of
 
 _WAYS = 48  # that a candidate's tensors are tried in
@@ -64,7 +65,10 @@ class _Fusion:
     table: ValueTable = field(init=False)
     position: dict[Node, int] = field(init=False)
     judge: Judge = field(init=False)
+    known: Places = field(init=False)
     places: dict[int, list[Node]] = field(default_factory=dict)
+    shown: dict[int, set[int]] = field(default_factory=dict)
+    computed: dict[Any, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     no_calls: set[tuple[str, int]] = field(default_factory=set)
     moved: bool = False
@@ -74,13 +78,14 @@ class _Fusion:
         self.table = ValueTable(self.definitions.expand)
         self.position = {node: index for index, node in enumerate(self.graph.nodes)}
         self.judge = Judge(self.table, self.position)
+        self.known = Places(self.table)
 
     def run(self) -> bool:
         """Fuse; whether what reads an output whose dimensions were put back in order may now be found behind that."""
         self.table.read(self.graph)
         for node, value in self.table.of.items():
             if isinstance(value, Value):
-                self.places.setdefault(stripped(self.table, value.core), []).append(node)
+                self.places.setdefault(self._shows(value), []).append(node)
         skeletons = _in_order(ingredients_of(self.table.cores))
         self.sizes = {skeleton.op.name: skeleton.size for skeleton in reversed(skeletons)}
         for skeleton in skeletons:
@@ -97,37 +102,52 @@ class _Fusion:
         target = skeleton.table.cores[skeleton.root].target
         if target == "leaf":
             return
+        part = skeleton.parts[skeleton.root]
         for core in [core for core in self.table.by_target.get(target, ()) if core in self.places]:
+            if not self.known.fits(part, core) or not any(map(self.table.nodes.get, self.shown[core])):
+                continue
             if (skeleton.op.name, core) in self.no_calls:
                 self._miss(
                     skeleton, core, "it is part of what would be this op, for arguments that the op does not take"
                 )
                 continue
             self.table.epoch = self.table.epochs[core]  # the definition is computed where the candidate stands
-            search = Search(skeleton, self.table)
+            search = Search(skeleton, self.table, self.known)
+            tried: dict[tuple[Any, ...], bool] = {}
             try:
-                for binding in search.at(core):
-                    if self._try(skeleton, core, binding):
+                for binding in search.at(core, functools.partial(self._is_it_already, skeleton, core)):
+                    if self._try(skeleton, core, binding, tried):
                         break
             except TooManyWaysError:
                 self._miss(skeleton, core, "it fits in too many ways; the search was given up")
 
     # --- is it the same function? ------------------------------------------------------------------------------
 
-    def _try(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
+    def _shows(self, value: Value) -> int:
+        """What a node that has this value computes, behind conversions, reshapes and broadcasts."""
+        core = self.known.behind(value.core)
+        self.shown.setdefault(core, set()).add(value.core)
+        return core
+
+    def _try(self, skeleton: Skeleton, core: int, binding: Binding, tried: dict[tuple[Any, ...], bool]) -> bool:
+        """Replace a candidate by the op, if it is one; `tried` are arguments that were not, and whether they fit it."""
         reason, is_call = None, False
         ways = _WAYS if len(skeleton.op.registered) > 1 else 1  # what only native can run is no more than a miss
         for arguments in itertools.islice(self._arguments(skeleton, binding), ways):
-            values = self._compute(skeleton, arguments)
-            if values is None:
+            known = tried.get(arguments)
+            if known is not None:
+                is_call = is_call or known
+                continue
+            outputs = self._compute(skeleton, arguments)
+            tried[arguments] = outputs is not None
+            if outputs is None:
                 continue
             is_call = True
-            outputs, fakes = values
             root, _ = self.table.turned(outputs[skeleton.root_index])
-            if stripped(self.table, root.core) != core or not self.table.nodes.get(root.core):
+            if self.known.behind(root.core) != core or not self.table.nodes.get(root.core):
                 continue
             try:
-                match = self.judge.match(skeleton, arguments, outputs, fakes)
+                match = self.judge.match(skeleton, arguments, outputs, self._fakes(skeleton, arguments))
                 self.judge.check(match)
                 take_number(match)
             except Refused as refused:
@@ -209,24 +229,60 @@ class _Fusion:
                     return found.value if isinstance(found, Number) else found
         return None
 
-    def _compute(
-        self, skeleton: Skeleton, arguments: Sequence[Any]
-    ) -> tuple[tuple[Value, ...], tuple[torch.Tensor, ...]] | None:
-        """The definition's outputs for these very arguments, as values of this graph, and as fake tensors."""
+    def _is_it_already(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
+        """Whether a call of the op computes the root, of what was found, and takes all that the definition takes.
+
+        In which roles does not matter: queries are turned as keys are, and the call turns both.
+        """
+        for shown in self.shown[core]:
+            nodes = self.table.nodes.get(shown)
+            if not nodes:
+                continue
+            node: Any = min(nodes, key=self.position.__getitem__)
+            node = node.args[0] if node.target is operator.getitem else node
+            found = op_of(node.target)
+            if found is None or found[0] is not skeleton.op:
+                return False
+            given = skeleton.op.named(skeleton.op.bind(node.args, node.kwargs))
+            values = {name: self.table.of.get(each) for name, each in given.items() if isinstance(each, Node)}
+            if not values.keys() >= set(skeleton.tensors.values()):
+                return False
+            taken = {value.core for value in values.values() if isinstance(value, Value)}
+            if any(taken.isdisjoint(each.core for each in possible) for possible in binding.tensors.values()):
+                return False
+            if any(number(given[name]) != each for name, each in binding.numbers.items()):
+                return False
+        return True
+
+    def _compute(self, skeleton: Skeleton, arguments: Sequence[Any]) -> tuple[Value, ...] | None:
+        """The definition's outputs for these very arguments, as values of this graph."""
         fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
         expansion = self.definitions.expand(skeleton.op, fakes, None, skeleton.body)
-        alone = skeleton.body is None or known_by_spelling(skeleton.op)
-        meant = expansion if alone else self.definitions.expand(skeleton.op, fakes, None)
-        if expansion is None or meant is None:
+        if expansion is None or self._meant(skeleton, fakes) is None:
             return None
         given = [self.table.of[argument] if isinstance(argument, Node) else argument for argument in arguments]
-        values = self.table.outputs(expansion, given)
-        flat = values if isinstance(values, tuple) else (values,)
-        outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
+        key = (id(expansion), self.table.epoch, *given)  # the numbers of one expansion are of the same arguments
+        known = self.computed.get(key)
+        if known is None:
+            values = self.table.outputs(expansion, given)
+            known = self.computed[key] = values if isinstance(values, tuple) else (values,)
+        return known
+
+    def _meant(self, skeleton: Skeleton, fakes: Sequence[Any]) -> Expansion | None:
+        """The op's own definition, also where a further spelling of it is looked for."""
+        alone = skeleton.body is None or known_by_spelling(skeleton.op)
+        return self.definitions.expand(skeleton.op, fakes, None, skeleton.body if alone else None)
+
+    def _fakes(self, skeleton: Skeleton, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """The op's outputs for these arguments, of which it is known that they can be computed."""
+        fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
+        meant = self._meant(skeleton, fakes)
         mode = fake_mode_of(fakes)  # a definition that is kept was traced in another graph's
+        assert meant is not None
         assert mode is not None
+        outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
         with mode, torch.no_grad():  # an op's outputs are contiguous, whatever its body's are
-            return flat, tuple(fresh(node.meta["val"], mode).contiguous() for node in outputs)
+            return tuple(fresh(node.meta["val"], mode).contiguous() for node in outputs)
 
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
         """Keep the largest miss at a place."""
@@ -274,6 +330,7 @@ class _Fusion:
             self.position[node] = place
         for result, value in zip(results, match.values, strict=True):
             self.table.set(result, value)
+            self._shows(value)
         self.table.of[call] = match.values[0] if match.op.num_outputs == 1 else match.values
         for nodes, result, order in zip(match.outputs, results, match.orders, strict=True):
             if nodes and order is not None:

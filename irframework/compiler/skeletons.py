@@ -7,7 +7,7 @@ search for them is in `candidates.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from irframework.codegen import number_type
-from irframework.compiler.call_arguments import Value, values_in
+from irframework.compiler.call_arguments import Number, Value, constant, values_in
 from irframework.compiler.definitions import Definitions
 from irframework.compiler.shown_calls import SAMPLE, shown_calls
 from irframework.compiler.values import ERASED, ValueTable
@@ -26,6 +26,28 @@ if TYPE_CHECKING:
     from irframework.op import IrOp
 
 _FIRST_MARK = 0.7310585
+_kinds: dict[Any, int] = {}  # a number for each part that any definition has
+
+_PARAMETER = Value(-1, ())  # stands for any tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What must stand at one place: a core of a skeleton with all below it, the parameters left open.
+
+    Attributes:
+        kind: A number; parts that look alike have the same, also those of two definitions.
+        target: What it computes.
+        structure: Dimensions and steps, which are of the definition itself, by the place among its arguments.
+        items: Its arguments, one after the other: a part, any tensor, or a number.
+        is_call: Whether it is a call of the very op, of which the arguments are not looked at.
+    """
+
+    kind: int
+    target: str
+    structure: tuple[tuple[int, Any], ...]
+    items: tuple[Any, ...]
+    is_call: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,7 @@ class Skeleton:
         body: The further spelling that it was derived of; None for native.
         arguments: Those that it was derived for, with the numbers that stand for parameters.
         targets: What it computes with.
+        parts: What must stand for each of its cores that is neither erased nor a parameter.
     """
 
     op: IrOp
@@ -61,6 +84,7 @@ class Skeleton:
     body: IrOpImpl | None
     arguments: tuple[Any, ...]
     targets: frozenset[str]
+    parts: Mapping[int, Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +100,16 @@ def stripped(table: ValueTable, core: int) -> int:
     while table.cores[core].target in ERASED:
         core = next(iter(values_in(table.cores[core].args))).core
     return core
+
+
+def items_of(args: Any) -> list[Any]:
+    """Arguments one after the other, those in lists, too; missing numbers at the end do not count."""
+    items: list[Any] = []
+    for arg in args:
+        items += items_of(arg) if isinstance(arg, tuple) else [arg]
+    while items and not isinstance(items[-1], Value) and isinstance(items[-1], Number) and constant(items[-1]) is None:
+        items.pop()
+    return items
 
 
 def _below(table: ValueTable, core: int) -> set[int]:
@@ -209,7 +243,36 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     cores = set().union(*below)
     targets = frozenset(table.cores[core].target.partition("[")[0] for core in cores) - ERASED - {"leaf"}
     where = (len(cores), index, root, tuple(others))
-    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets)
+    parts = _parts(op, table, cores, tensors.keys(), list(fixed.values()))
+    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets, parts)
+
+
+def _parts(
+    op: IrOp, table: ValueTable, cores: Iterable[int], parameters: Collection[int], given: Collection[Any]
+) -> dict[int, Part]:
+    """What must stand for each of these cores; numbers among `given`, the arguments, may be others in a graph."""
+    parts: dict[int, Part] = {}
+    for number in sorted(cores):  # a core comes behind what it is computed of
+        core = table.cores[number]
+        if number in parameters or core.target in ERASED:
+            continue
+        items: list[Any] = []
+        for item in items_of(core.args):
+            behind = stripped(table, item.core) if isinstance(item, Value) else None
+            items.append(item if behind is None else _PARAMETER if behind in parameters else parts[behind])
+        structure = tuple((place, arg) for place, arg in enumerate(core.args) if _is_structure(arg, given))
+        open_items = tuple(item.kind if isinstance(item, Part) else isinstance(item, Value) for item in items)
+        is_call = core.target == f"irframework::{op.name}"
+        kind = _kinds.setdefault((core.target, structure, tuple(map(repr, open_items)), is_call), len(_kinds))
+        parts[number] = Part(kind, core.target, structure, tuple(items), is_call)
+    return parts
+
+
+def _is_structure(argument: Any, given: Collection[Any]) -> bool:
+    """Whether a constant is a dimension or a step, of the definition itself and of no argument."""
+    value = argument.value if isinstance(argument, Number) else None
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(type(each) is int and each not in given for each in numbers)
 
 
 def values_of_definition(

@@ -67,6 +67,11 @@ def _places(arguments: Sequence[Any]) -> Iterator[Place]:
             yield index, None
 
 
+def places_of(arguments: Sequence[Any]) -> tuple[Place, ...]:
+    """Where the arguments stand for which a trace has placeholders: tensors and symbolic numbers, also in lists."""
+    return tuple(_places(arguments))
+
+
 def argument_at(arguments: Sequence[Any], place: Place) -> Any:
     """The argument that stands at a place."""
     index, item = place
@@ -89,7 +94,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[Any], mode: FakeTens
         TypeError: The function returned something else than tensors.
         ClosedOverWriteError: It writes to a real tensor.
     """
-    dynamic = tuple(_places(arguments))
+    dynamic = places_of(arguments)
     written: list[int] = []
     is_tuple = False
 
