@@ -101,17 +101,19 @@ def _check(program: Program, backend: str, device: str, tally: Tally) -> None:
         if want is None:
             tally.counts["no meaning in eager"] += 1
             return
+        module = None if way == "functional" else _written_graph(program, written, device)
+        way = "functional" if module is None else way
         before = ir.last_report()
         try:
             with ir.priority(priorities(program.providers)):
-                fused, unfused, report = _runs(way, program, written, device)
+                fused, unfused, report = _runs(way, module, program, written, device)
                 seen = comparing.run(fused, program, arguments(program, device))
             comparing.differ(seen, want, written, f"fused, {way}")
             if unfused is not None:
                 again = comparing.run(unfused, program, arguments(program, device))
                 comparing.differ(seen, again, written, "fused against unfused", equal)
         except Exception as error:
-            if way == "functional" and _fails_without_ops(program, written, device):
+            if way == "functional" and _fails_without_ops(program, written, want, device):
                 tally.counts["torch's own fault"] += 1
                 return
             title = f"way {way}, {program.mode}, {program.dtype}, {comparing.provider_names(program)}"
@@ -130,9 +132,9 @@ def _count_chains(program: Program, device: str, before: Any, tally: Tally) -> N
 # --- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def _function(written: Written, device: str) -> tuple[Callable[..., Any], list[Tensor]]:
+def _function(written: Written, device: str, *, meanings: bool = False) -> tuple[Callable[..., Any], list[Tensor]]:
     """The program as a function that is also given the tensors that all programs refer to."""
-    names = scope(device, meanings=False)
+    names = scope(device, meanings=meanings)
     source = written.source.replace("def f(", f"def f({', '.join(_CONSTANTS)}, ", 1)
     return comparing.function_of(source, names), [names[name] for name in _CONSTANTS]
 
@@ -140,27 +142,34 @@ def _function(written: Written, device: str) -> tuple[Callable[..., Any], list[T
 Run = Callable[..., Any]
 
 
-def _runs(way: str, program: Program, written: Written, device: str) -> tuple[Run, Run | None, Any]:
+def _written_graph(program: Program, written: Written, device: str) -> GraphModule | None:
+    """The program as a graph that writes in place, or None: torch decomposes no op with `out=`."""
+    function, constants = _function(written, device)
+    make = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    try:
+        with torch.no_grad():
+            module: GraphModule = make(*constants, *arguments(program, device).passed)
+    except Exception:
+        return None
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _runs(
+    way: str, module: GraphModule | None, program: Program, written: Written, device: str
+) -> tuple[Run, Run | None, Any]:
     """The fused graph, the graph as it was, and the report; no second graph where they are compared as they run."""
     function, constants = _function(written, device)
-    if way != "functional":
-        given = arguments(program, device)
-        try:
-            with torch.no_grad():
-                make = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")
-                module = make(*constants, *given.passed)
-        except Exception:  # of torch's own: an op with `out=` has no decomposition
-            return _runs("functional", program, written, device)
-        module.graph.eliminate_dead_code()
-        module.recompile()
-        search = _searched if way == "searched" else fused_and_not
-        fused, unfused, report = search(module, [*constants, *given.passed])
-        return (
-            lambda *passed: fused(*constants, *passed),
-            lambda *passed: _natively(unfused, [*constants, *passed]),
-            report,
-        )
-    return (*_functional(function, constants), None)
+    if module is None:
+        return (*_functional(function, constants), None)
+    search = _searched if way == "searched" else fused_and_not
+    fused, unfused, report = search(module, [*constants, *arguments(program, device).passed])
+    return (
+        lambda *passed: fused(*constants, *passed),
+        lambda *passed: _natively(unfused, [*constants, *passed]),
+        report,
+    )
 
 
 def _functional(function: Run, constants: list[Tensor]) -> tuple[Run, None]:
@@ -176,17 +185,17 @@ def _functional(function: Run, constants: list[Tensor]) -> tuple[Run, None]:
     return lambda *passed: fused(*constants, *passed), None
 
 
-def _fails_without_ops(program: Program, written: Written, device: str) -> bool:
-    """Whether AOTAutograd cannot make a graph of the program with torch functions in place of the ops either."""
-    names = scope(device, meanings=True)
-    source = written.source.replace("def f(", f"def f({', '.join(_CONSTANTS)}, ", 1)
-    plain = aot_function(
-        comparing.function_of(source, names), fw_compiler=lambda graph, _: graph, keep_inference_input_mutations=True
-    )
+def _fails_without_ops(program: Program, written: Written, want: comparing.Seen, device: str) -> bool:
+    """Whether AOTAutograd gets the program wrong with torch functions in place of the ops, too.
+
+    It does where arguments that share memory are written to: what Dynamo would have told apart.
+    """
+    function, constants = _function(written, device, meanings=True)
+    plain = aot_function(function, fw_compiler=lambda graph, _: graph, keep_inference_input_mutations=True)
     try:
-        comparing.run(
-            lambda *passed: plain(*[names[n] for n in _CONSTANTS], *passed), program, arguments(program, device)
-        )
+        with torch.no_grad():
+            seen = comparing.run(lambda *passed: plain(*constants, *passed), program, arguments(program, device))
+        comparing.differ(seen, want, written, "without ops")
     except Exception:
         return True
     return False
