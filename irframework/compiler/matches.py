@@ -232,7 +232,7 @@ class Judge:
         if value.dtype != fake.dtype:
             raise Refused(f"{node.name} has dtype {value.dtype}, the op's output {fake.dtype}")
         if order is not None:
-            value = value.permute(order)
+            value = value.permute(order) if value.dim() == len(order) else value
             if not statically_known_true(sym_eq(tuple(value.shape), tuple(fake.shape))):
                 raise Refused(f"{node.name} has another shape, and its dimensions another order")
         if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):

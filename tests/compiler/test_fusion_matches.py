@@ -233,6 +233,12 @@ def test_an_output_is_contiguous_in_the_order_of_the_op(fused):
     assert reason == "mul is not contiguous in the order of the op"
 
 
+def test_an_output_in_another_order_has_the_shape_of_the_op(fused):
+    op = fused(turned_gate)
+    reason = missed(searched(lambda x, w, z: (tanh(x).view(2, 2, 8) * w, z.t().sin()), X, W, R), op)
+    assert reason == "mul has another shape, and its dimensions another order"
+
+
 def test_an_op_in_the_graph_has_its_dimensions_in_its_own_order(fused):
     inner = fused(turned_gate)
 
