@@ -5,6 +5,7 @@ Run it in the root of the repository, on the machine with the GPU:
     python benchmarks/providers_gpu.py --json providers.json [--liger liger_kernel-0.8.5-py3-none-any.whl]
     python benchmarks/providers_gpu.py --ops rms_norm --rows 2048 --columns 4096 --verbose
     python benchmarks/providers_gpu.py --ops fused --json fused.json                   # the other fused quantisations
+    python benchmarks/providers_gpu.py --ops silu_mul,gelu_mul,apply_rotary_pos_emb    # what plain models write out
     python benchmarks/providers_gpu.py --from providers.json --plot providers.svg      # anywhere, later
 
 The whole grid takes about three minutes on 16 cores and ends after --limit seconds in any case; what was not measured

@@ -120,6 +120,20 @@ def test_further_implementations_write_their_results_only(kernels, tracer):
     assert not tracer.environment.guards
 
 
+def test_what_models_write_out_is_one_visible_launch_that_reads_its_arguments_where_they_are(tracer):
+    from irframework_triton_kernels import written_out
+
+    gate, up = tracer.rows(8, 4096), tracer.rows(8, 8192)[:, 4096:]
+    assert tracer.written(written_out.silu_mul, gate, up) == ["y"]
+    assert tracer.written(lambda gate, up: written_out.gelu_mul(gate, up, "tanh"), gate, up) == ["y"]
+    joint = tracer.rows(2, 5, 48 * 64)
+    heads = joint[..., : 32 * 64].unflatten(-1, (32, 64))
+    for x in (heads, heads.transpose(1, 2).contiguous().transpose(1, 2)):
+        for angles in (tracer.fixed(1, 5, 64), joint[..., :64]):
+            assert tracer.written(written_out.apply_rotary_pos_emb, x, angles, angles) == ["y"]
+    assert not tracer.environment.guards
+
+
 def test_what_ends_in_codes_of_groups_is_one_visible_launch_that_writes_its_results_only(kernels, tracer):
     from irframework_triton_kernels import fused_quantizations as fused
 
