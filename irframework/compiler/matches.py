@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import effects_of, may_write
+from irframework.compiler.aliasing import effects_of, may_write, storage_of
 from irframework.compiler.call_arguments import Value
 from irframework.compiler.clones import donate_op
 from irframework.compiler.skeletons import Skeleton
@@ -169,6 +169,8 @@ class Judge:
         if not ops:
             self._check_widened(match)
         self._check_order(match)
+        for nodes in match.outputs:
+            self._check_returned(nodes)
         for nodes, fake, order in zip(match.outputs, match.fakes, match.orders, strict=True):
             for node in nodes:
                 self._check_layout(node, fake, order)
@@ -227,6 +229,13 @@ class Judge:
             if first < self.position[node] and (apart or self.position[node] < last):
                 raise Refused(f"{node.name} overwrites memory in between")
 
+    def _check_returned(self, nodes: tuple[Node, ...]) -> None:
+        """What becomes one tensor is not returned as two: who overwrites the one does not see the other change."""
+        returned = {storage_of(node.meta["val"]): node for node in nodes if _is_returned(node)}
+        if len(returned) > 1:
+            names = " and ".join(node.name for node in returned.values())
+            raise Refused(f"{names} are returned, as tensors of their own")
+
     def _check_layout(self, node: Node, fake: torch.Tensor, order: tuple[int, ...] | None) -> None:
         value = node.meta["val"]
         if value.dtype != fake.dtype:
@@ -241,6 +250,18 @@ class Judge:
             for size in value.shape:
                 if type(size) is not int and size.node.expr not in self.sizes:
                     raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a graph returns what a node computes, or a view of it."""
+    todo = [node]
+    for each in todo:
+        for user in each.users:
+            if user.op == "output":
+                return True
+            if each in effects_of(user).views and user not in todo:
+                todo.append(user)
+    return False
 
 
 def _outside_of_domain(op: IrOp, values: tuple[Any, ...]) -> str | None:

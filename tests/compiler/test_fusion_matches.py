@@ -199,6 +199,39 @@ def test_two_places_that_become_one_are_not_overwritten_later(fused):
     assert missed(searched(program, X, R), op) == "add_ overwrites memory in between"
 
 
+def test_two_places_that_become_one_are_not_both_returned(fused):
+    op = fused(total_and_gate)
+
+    def program(x, r, w):
+        total = x + r
+        copy = total.clone()
+        return tanh(copy) * w, total, copy
+
+    assert missed(searched(program, X, R, W), op).endswith("are returned, as tensors of their own")
+
+
+def test_nor_are_views_of_two_places_that_become_one(fused):
+    op = fused(total_and_gate)
+
+    def program(x, r, w):
+        total = x + r
+        copy = total.clone()
+        return tanh(copy) * w, total.view(2, 2, 8)[1:], copy
+
+    assert "are returned, as tensors of their own" in missed(searched(program, X, R, W), op)
+
+
+def test_one_of_two_places_that_become_one_may_be_returned_with_its_views(fused):
+    op = fused(total_and_gate)
+
+    def program(x, r, w):
+        total = x + r
+        rows = total.view(2, 2, 8)
+        return tanh(rows.clone()) * w, total, rows
+
+    assert searched(program, X, R, W).fusions == {op.name: 1}
+
+
 # --- what an output is like ----------------------------------------------------------------------------------------
 
 
