@@ -175,9 +175,7 @@ class Search:
                 yield found
 
     def _all(self, ours: list[Any], theirs: list[Any], binding: Binding) -> Iterator[Binding]:
-        if len(ours) != len(theirs):
-            return
-        if not ours:
+        if not ours:  # `fits` has seen that there are as many
             yield binding
             return
         for found in self._one(ours[0], theirs[0], binding):
@@ -187,8 +185,6 @@ class Search:
         if isinstance(ours, Value):
             if isinstance(theirs, Value):
                 yield from self._match(ours.core, theirs, binding)
-            return
-        if isinstance(theirs, Value):
             return
         mark = constant(ours)
         name = self.skeleton.marks.get(mark) if mark is not None else None

@@ -378,7 +378,6 @@ class _Fusion:
         for node in sorted(inner, key=lambda node: self.position[node], reverse=True):
             if not node.users:
                 self.table.forget(node)
-                self.misses.pop(node, None)
                 self.graph.erase_node(node)
 
 

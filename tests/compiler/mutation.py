@@ -49,11 +49,18 @@ def mutants() -> list[Mutant]:
             short[name] = test
         elif line.startswith("## "):
             where = line[3:]
-        elif line and not line.startswith("#"):
+        elif line and line[0] not in "#~":
             rule, old, new, test = (each.strip() for each in line.split("||"))
             name = re.split(r"[.\[]", test)[0]
             found.append(Mutant(rule, where, old, new, short.get(name, name) + test[len(name) :]))
     return found
+
+
+def excused() -> list[tuple[str, str]]:
+    """Conditions that need no mutant, by the function and how they begin."""
+    lines = (Path(__file__).parent / "matcher_rules.txt").read_text().splitlines()
+    parts = [line[1:].split("||") for line in lines if line.startswith("~")]
+    return [(where.strip(), condition.strip()) for where, condition, _ in parts]
 
 
 class StaleError(Exception):
@@ -167,3 +174,19 @@ def _cases(function: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _label(value: Any) -> str:
     return str(getattr(value, "__name__", value))
+
+
+def conditions(module: str) -> list[tuple[str, str]]:
+    """All that forbid, skip or end something in a module: the function, and an `if` with no more than that in it."""
+    tree = ast.parse(inspect.getsource(importlib.import_module(f"{_PACKAGE}.{module}")))
+    found: list[tuple[str, str]] = []
+
+    def look(node: ast.AST, where: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = isinstance(child, (ast.ClassDef, ast.FunctionDef))
+            if isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Raise, ast.Return, ast.Continue)):
+                found.append((where, ast.unparse(child)))
+            look(child, f"{where}.{child.name}" if inside else where)
+
+    look(tree, module)
+    return found

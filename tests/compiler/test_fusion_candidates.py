@@ -173,14 +173,19 @@ def test_a_whole_number_is_read_off_sizes(fused):
 
 
 @pytest.mark.parametrize("mode", ["up", "down"])
-def test_a_word_is_read_off_the_op_to_which_the_body_hands_it(fused, declare, mode):
-    def turn(x: Tensor, mode: str) -> Tensor:
-        return x * 2 if mode == "up" else x * 3
+def test_words_are_read_off_the_op_to_which_the_body_hands_them(fused, declare, mode):
+    def turn(x: Tensor, mode: str, count: int) -> Tensor:
+        return x * count if mode == "up" else x * -count
 
     inner = declare(turn)
-    op = fused(body_of(lambda x, y, mode: inner(x, mode) - y))
-    op.register_input_generator(lambda shape, **options: (torch.ones(shape), torch.ones(shape), "up"))
-    assert arguments_of(lambda x, y: inner(x, mode) - y, op, X, Y) == [["x_1", "y_1", mode]]
+    op = fused(body_of(lambda x, y, mode, count: inner(x, mode, count) - y))
+    op.register_input_generator(lambda shape, **options: (torch.ones(shape), torch.ones(shape), "up", 2))
+    assert arguments_of(lambda x, y: inner(x, mode, 5) - y, op, X, Y) == [["x_1", "y_1", mode, "5"]]
+
+
+def test_a_whole_number_is_not_read_off_a_constant_that_happens_to_be_the_same(fused):
+    op = fused(body_of(lambda x, y, count: tanh(x) * 2.0 * count - y))
+    assert arguments_of(lambda x, y: tanh(x) * 2.0 * 5 - y, op, X, Y) == [["x_1", "y_1", "5"]]
 
 
 def test_a_flag_steers_the_body(fused):
@@ -199,6 +204,14 @@ def test_a_parameter_that_the_definition_does_not_show_has_its_default(fused):
 def test_a_parameter_that_cannot_be_known_forbids_it(fused):
     op = fused(body_of(lambda x, y, factor: tanh(x) * y))
     assert searched(gated, X, Y).fusions.get(op.name, 0) == 0
+
+
+def test_what_has_another_input_is_no_call_that_the_op_would_refuse(fused):
+    def gated_or_more(x: Tensor, y: Tensor, z: Tensor | None = None) -> Tensor:
+        return tanh(x) * y if z is None else tanh(x) * y * z - x
+
+    op = fused(gated_or_more)
+    assert arguments_of(lambda x, y: tanh(x) * y * x.cos() - y, op, X, Y) == [["x_1", "y_1", "None"]]
 
 
 # --- several outputs -----------------------------------------------------------------------------------------------
@@ -222,6 +235,18 @@ def test_an_output_that_shares_nothing_with_the_first_is_the_nearest(fused):
 
     pairs = arguments_of(program, op, X, Y, R, X + Y, W)
     assert sorted(sorted(pair[:2]) for pair in pairs) == [["a_1", "b_1"], ["c_1", "d_1"]]
+
+
+def test_a_further_output_that_cannot_be_is_not_computed(fused, computed):
+    def gate_and_sine(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return tanh(x) * w, y.sin() * w
+
+    op = fused(gate_and_sine)
+    program = lambda x, y, w: (tanh(x) * w, y.cos() * w, y.sin())  # noqa: E731
+    searched(program, X, Y, W)
+    computed.clear()
+    searched(program, X, Y, W)
+    assert op.name not in {name for name, _ in computed}
 
 
 def test_further_outputs_are_looked_for_at_so_many_places(fused, monkeypatch):

@@ -106,8 +106,9 @@ def test_what_depends_on_an_op_is_known_by_its_place(fused):
 
 
 def test_a_call_has_what_later_passes_ask_for(fused):
-    op = fused(body_of(lambda x, y: (tanh(x) * y).permute(1, 0)))
-    module = traced(lambda x, y: tanh(x.t()) * y.t() + 1, X, Y)
+    op = fused(body_of(lambda x, y: (y.t().contiguous() * tanh(x.t().contiguous())).t()))
+    op.register_spelling(gated)
+    module = traced(gated, X, Y)
     for node in module.graph.nodes:
         node.stack_trace = f"line of {node.name}"
     fused_in(module)
@@ -116,26 +117,50 @@ def test_a_call_has_what_later_passes_ask_for(fused):
     assert call.stack_trace == "line of mul"
 
 
-def test_what_is_given_to_the_op_itself_is_read_off_its_call(fused):
-    def long_gate(x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5) -> Tensor:
+def spelt_by_itself(fused, **options):
+    """An op whose graphs hold it as one op, and that is known behind a call of itself."""
+
+    def long_gate(
+        x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5, shift: Tensor | None = None
+    ) -> Tensor:
         gate = tanh(x) * y * factor
+        gate = gate if shift is None else gate + shift
         return gate if scale is None else gate * scale
 
-    op = fused(long_gate)
+    op = fused(long_gate, **options)
 
     @op.register_fake
-    def shape(x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5) -> Tensor:
+    def shape(
+        x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5, shift: Tensor | None = None
+    ) -> Tensor:
         return torch.empty_like(x)
 
     @op.register_spelling
-    def spelling(x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5) -> Tensor:
-        gate = op(x, y, None, factor)
+    def spelling(
+        x: Tensor, y: Tensor, scale: Tensor | None = None, factor: float = 0.5, shift: Tensor | None = None
+    ) -> Tensor:
+        gate = op(x, y, None, factor, shift)
         return gate if scale is None else gate * scale
 
-    module = traced(lambda x, y, s: op(x, y, None, 0.25) * s, X, Y, R)
+    @op.register_input_generator
+    def inputs(shape, **options):
+        return tuple(torch.ones(shape, **options) for _ in range(3))
+
+    return op
+
+
+def test_what_is_given_to_the_op_itself_is_read_off_its_call(fused):
+    op = spelt_by_itself(fused)
+    module = traced(lambda x, y, s: op(x, y, None, 0.25, y) * s, X, Y, R)
     assert fused_in(module).fusions == {op.name: 1}
     (call,) = calls_of(module, op)
-    assert [str(argument) for argument in call.args] == ["x_1", "y_1", "s_1", "0.25"]
+    assert [str(argument) for argument in call.args] == ["x_1", "y_1", "s_1", "0.25", "y_1"]
+
+
+def test_a_copy_of_a_call_is_no_call(fused):
+    op = spelt_by_itself(fused, fuse=ir.supports(ndim={"scale": 1}))
+    found = searched(lambda x, y, s: op(x, y).clone() * s, X, Y, R)
+    assert [miss.op for miss in found.missed_fusions] == [op.name]
 
 
 # --- sizes that are not known --------------------------------------------------------------------------------------
@@ -183,6 +208,18 @@ def test_where_an_op_stands_that_is_as_large_nothing_is_missed(fused):
     fused(body_of(lambda x, y: tanh(x.cos()) * y), fuse=ir.supports(ndim={"y": 1}))
     found = searched(lambda x, y: there(x.cos(), y)[0], X, Y)
     assert (found.fusions, found.missed_fusions) == ({}, [])
+
+
+def test_what_is_computed_from_a_larger_op_may_be_missed(fused):
+    there = fused(body_of(lambda x, y: tanh(x) * y))
+    op = fused(body_of(lambda h: (h * h).sin()), fuse=ir.supports(ndim={"h": 1}))
+
+    def program(x, y):
+        gate = there(x, y)
+        return (gate * gate).sin()
+
+    found = searched(program, X, Y)
+    assert [miss.op for miss in found.missed_fusions] == [op.name]
 
 
 def test_misses_are_those_of_the_last_search(fused):
