@@ -7,7 +7,8 @@ numbers. Does not number values (`values.py`), nor compare anything.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +71,15 @@ class Definitions:
 
     def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
         own = [fresh(argument, mode) for argument in arguments]
-        _FAKE_LOG.addFilter(_nothing)  # torch logs what is a refusal here as an error
         try:
-            try:
-                return self._expansion(*recorded(lambda *given: body.apply(given), own, mode), None)
-            except BeyondError:
-                own = [fresh(argument, mode) for argument in arguments]
-                traced = trace(lambda *given: body.apply(given), own, mode)
+            with refusals_unlogged():
+                try:
+                    return self._expansion(*recorded(lambda *given: body.apply(given), own, mode), None)
+                except BeyondError:
+                    own = [fresh(argument, mode) for argument in arguments]
+                    traced = trace(lambda *given: body.apply(given), own, mode)
         except Exception:  # the definition refuses such arguments, or cannot be traced
             return None
-        finally:
-            _FAKE_LOG.removeFilter(_nothing)
         if traced.written:
             return None
         return self._expansion(traced.module.graph, traced.dynamic, traced.is_tuple, traced.module)
@@ -95,8 +94,18 @@ def known_by_spelling(op: IrOp) -> bool:
     return op.fake is not None and bool(op.spellings)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+@contextmanager
+def refusals_unlogged() -> Iterator[None]:
+    """Keep torch from logging an error where a body refuses fake tensors, which is an answer here."""
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    _FAKE_LOG.addFilter(nothing)
+    try:
+        yield
+    finally:
+        _FAKE_LOG.removeFilter(nothing)
 
 
 def fake_mode_of(values: Any) -> FakeTensorMode | None:

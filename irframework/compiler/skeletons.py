@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from irframework.codegen import number_type
 from irframework.compiler.call_arguments import Number, Value, constant, values_in
-from irframework.compiler.definitions import Definitions
+from irframework.compiler.definitions import Definitions, refusals_unlogged
 from irframework.compiler.shown_calls import SAMPLE, shown_calls
 from irframework.compiler.values import ERASED, ValueTable
 
@@ -205,7 +205,7 @@ def _guesses(op: IrOp, unfit: list[Unfit]) -> Iterator[tuple[Any, ...]]:
         for shape in itertools.islice(itertools.product(*shapes), 96):
             arguments = tuple(torch.empty(each) if isinstance(each, tuple) else each for each in shape)
             try:
-                with torch.no_grad():
+                with torch.no_grad(), refusals_unlogged():
                     op.registered["native"].apply(arguments)
             except Exception as error:
                 unfit.append(Unfit(arguments, error))

@@ -9,6 +9,7 @@ from torch import Tensor, tanh
 
 import irframework as ir
 from irframework.compiler import definitions, fusable_ops
+from irframework.compiler.skeletons import derive
 from irframework.registry import Transaction, registry
 
 CODES = torch.float8_e4m3fn
@@ -144,6 +145,12 @@ def test_a_flag_may_be_set_or_not(fused, whole):
 
     op = fused(gated_or_turned)
     assert searched(lambda x, y: gated_or_turned(x, y, whole), X, Y).fusions == {op.name: 1}
+
+
+def test_a_guess_that_native_refuses_is_no_error_in_the_log(fused, caplog):
+    op = fused(body_of(lambda x, y: tanh(x[..., :4]) * y))
+    derive(op)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_definition_that_is_too_long_is_not_looked_for(fused, monkeypatch):
