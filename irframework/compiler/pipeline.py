@@ -43,6 +43,7 @@ from irframework.compiler.fusion import fuse, worth_a_look
 from irframework.compiler.inlining import LOWERED
 from irframework.compiler.lowering import Lowering
 from irframework.compiler.materialize import materialize
+from irframework.compiler.norm_epsilons import specialize_epsilons
 from irframework.compiler.planned_outputs import plan_outputs
 from irframework.compiler.report import Report, current_report
 from irframework.compiler.verify import verify
@@ -304,6 +305,7 @@ def run_pre_grad(graph: Graph, *, donate_inputs: bool) -> None:
         donate_inputs: Whether graph inputs may be overwritten. Which inputs share memory is in no cache key, so this
             must be False where the key is not made from the rewritten graph.
     """
+    specialize_epsilons(graph)
     report = current_report(create=_holds_ir_ops(graph))
     if donates(graph):
         began = time.perf_counter()
