@@ -1,9 +1,9 @@
 """Programs with chains: what fusion makes of their graphs, against the very graphs as they were before.
 
 Owns the ways from a program to a graph that cost little, and what is asked of a search beside what `comparing.py` asks
-of every program: each output is what the graph without fusions computes, to the bit in half precision but for a few;
-it has the same strides; and nothing is computed more often than before, however many read it. A difference counts if
-it shows for three sets of values: a code of float8 that is just on the edge between two is none.
+of every program: each output is what the graph without fusions computes, to the bit in half precision but for one or
+two elements; it has the same strides; and nothing is computed more often than before, however many read it. A
+difference counts if it shows for three sets of values: a code of float8 that is just on the edge between two is none.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ _SHOWS = {  # computes nothing that is worth counting
     "aten::as_strided", "aten::scalar_tensor", "irframework::donate", "prims::convert_element_type",
 }  # fmt: skip
 _ALSO = {"aten::pow": "aten::mul", "aten::square": "aten::mul"}
+
+
+# Which part of the elements, of 32 at least, may be a digit apart: two ways to compute in float32 are rounded apart by
+# chance, once in 2^13 to bfloat16 and once in 2^10 to float16. A rounding that is left out shows in 3 of 100 codes.
+_MAY_DIFFER = {torch.bfloat16: 1 / 32, torch.float16: 1 / 16}
 
 
 def check_fused(program: Program, backend: str, device: str = "cpu", tally: Tally | None = None) -> None:
@@ -337,7 +342,7 @@ def equal(a: Tensor, b: Tensor, what: str) -> None:
     a, b = a.detach(), b.detach()
     if a.dtype in CODES or str(a.dtype).removeprefix("torch.") in HALF:
         unequal = int((a.double() != b.double()).sum())
-        if unequal <= max(2, a.numel() // 8):
+        if unequal <= _MAY_DIFFER.get(a.dtype, 0) * max(a.numel(), 32):
             return
         what = f"{what}: {unequal} of {a.numel()} are not the same"
         raise DifferenceError(f"{what}\ngot  {a.flatten()[:12].tolist()}\nwant {b.flatten()[:12].tolist()}")
