@@ -33,7 +33,7 @@ def specialize_epsilons(graph: Graph) -> None:
         if sums:
             value = float(node.meta["example_value"])
             for user in sums:
-                user.replace_input_with(node, value)  # type: ignore[arg-type]
+                user.replace_input_with(node, value)
 
 
 def _is_root(node: Node) -> bool:
