@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.aliasing import effects_of, may_write, storage_of
-from irframework.compiler.call_arguments import Value
+from irframework.compiler.call_arguments import Number, Value
 from irframework.compiler.clones import donate_op
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.tracing import contiguous_strides
@@ -131,7 +131,7 @@ class Judge:
         todo = list(wanted)
         while todo:
             node = todo.pop()
-            if node in inner or node in inputs:
+            if node in inner or node in inputs or isinstance(self.table.of.get(node), Number):  # a size is no tensor
                 continue
             if node.op in ("placeholder", "output"):
                 raise Refused(f"it also reads {node.name}")

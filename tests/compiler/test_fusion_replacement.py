@@ -174,6 +174,14 @@ def test_an_output_may_have_sizes_that_are_inputs_of_the_graph(fused):
     assert report().fusions == {op.name: 1}
 
 
+def test_a_reshape_may_read_a_size_and_the_size_be_read_elsewhere(fused):
+    op = fused(gated)
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    run(lambda x, w: (tanh(x).view(x.shape[0], 1, 8) * w, x.view(1, x.shape[0], 8) + 1), x, W)
+    assert report().fusions == {op.name: 1}
+
+
 def test_an_output_has_no_size_that_would_have_to_be_computed(fused):
     op = fused(gated)
     x = X.clone()
