@@ -29,11 +29,14 @@ class NormedRotaryEmbedding(RotaryEmbedding):
         q_norm: Holds `weight`, `[head_size]`, the same for all heads of queries.
         k_norm: The same for keys.
         cos_sin_cache: `[max_positions, rotary_dim]`, a buffer that is not saved.
+        cached_op: What `with_cache` calls.
 
     Raises:
         LayerSizeError: As `RotaryEmbedding`.
         ConfigError: As `RotaryEmbedding`.
     """
+
+    cached_op = qk_norm_rotary_embedding_reshape_and_cache
 
     def __init__(
         self,
@@ -59,38 +62,20 @@ class NormedRotaryEmbedding(RotaryEmbedding):
             query: `[..., heads * head_size]` or `[..., heads, head_size]`.
             key: Like query, or None.
         """
-        rotated: tuple[Tensor, Tensor | None] = qk_norm_rotary_embedding(
-            positions, query, key, self.q_norm.weight, None if key is None else self.k_norm.weight, *self._table()
-        )
+        rotated: tuple[Tensor, Tensor | None]
+        if key is None:
+            rotated = qk_norm_rotary_embedding(positions, query, None, self.q_norm.weight, None, *self.arguments()[2:])
+        else:
+            rotated = qk_norm_rotary_embedding(positions, query, key, *self.arguments())
         return rotated
 
-    def with_cache(
-        self,
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Norm, rotate, and write keys and values to a paged cache: `qk_norm_rotary_embedding_reshape_and_cache`.
-
-        Arguments and results are those of `RotaryEmbedding.with_cache`.
-        """
-        written: tuple[Tensor, Tensor, Tensor, Tensor] = qk_norm_rotary_embedding_reshape_and_cache.maybe_inplace(
-            positions,
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what the ops take behind the tensors of a call."""
+        return (
             self.q_norm.weight,
             self.k_norm.weight,
-            *self._table(),
+            self.cos_sin_cache,
+            self.head_size,
+            self.epsilon,
+            self.is_neox,
         )
-        return written
-
-    def _table(self) -> tuple[Tensor, int, float, bool]:
-        return self.cos_sin_cache, self.head_size, self.epsilon, self.is_neox

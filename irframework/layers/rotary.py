@@ -5,13 +5,14 @@ Owns the tables. Does not own what a rotation means (`ops/rotary.py`).
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from irframework.errors import ConfigError, LayerSizeError, suggest
 from irframework.layers.parallel_layer import ParallelLayer
+from irframework.op import IrOp
 from irframework.ops.kv_cache import rotary_embedding_reshape_and_cache
 from irframework.ops.rotary import rotary_embedding
 
@@ -35,6 +36,7 @@ class RotaryEmbedding(ParallelLayer):
 
     Attributes:
         cos_sin_cache: `[max_positions, rotary_dim]`, a buffer that is not saved.
+        cached_op: What `with_cache` calls.
 
     Raises:
         LayerSizeError: `rotary_dim` is odd or larger than a head.
@@ -43,6 +45,7 @@ class RotaryEmbedding(ParallelLayer):
 
     cos_sin_cache: Tensor
     exact_buffers = ("cos_sin_cache",)
+    cached_op: ClassVar[IrOp] = rotary_embedding_reshape_and_cache
 
     def __init__(
         self,
@@ -114,9 +117,7 @@ class RotaryEmbedding(ParallelLayer):
             query: `[..., heads * head_size]` or `[..., heads, head_size]`.
             key: Like query, or None.
         """
-        rotated: tuple[Tensor, Tensor | None] = rotary_embedding(
-            positions, query, key, self.cos_sin_cache, self.head_size, self.is_neox
-        )
+        rotated: tuple[Tensor, Tensor | None] = rotary_embedding(positions, query, key, *self.arguments())
         return rotated
 
     def with_cache(
@@ -129,7 +130,7 @@ class RotaryEmbedding(ParallelLayer):
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rotate, and write keys and values to a paged cache: the op `rotary_embedding_reshape_and_cache`.
+        """Rotate, and write keys and values to a paged cache: the op `cached_op`.
 
         Args:
             positions: `[tokens]`, int32 or int64.
@@ -143,19 +144,14 @@ class RotaryEmbedding(ParallelLayer):
         Returns:
             The rotated query and key, and both caches.
         """
-        written: tuple[Tensor, Tensor, Tensor, Tensor] = rotary_embedding_reshape_and_cache.maybe_inplace(
-            positions,
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            self.cos_sin_cache,
-            self.head_size,
-            self.is_neox,
+        written: tuple[Tensor, Tensor, Tensor, Tensor] = self.cached_op.maybe_inplace(
+            positions, query, key, value, key_cache, value_cache, slot_mapping, *self.arguments()
         )
         return written
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what the ops take behind the tensors of a call."""
+        return self.cos_sin_cache, self.head_size, self.is_neox
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
