@@ -149,14 +149,7 @@ def decode_kernel(
         if has_cap:
             score = soft_cap * _tanh(score / soft_cap)
         score = tl.where(seen[None, :], score, float("-inf"))
-        above = tl.maximum(most, tl.max(score, 1))
-        # Where nothing was seen, -inf is not subtracted from itself.
-        base = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp(score - base[:, None])
-        kept = tl.exp(most - base)
-        summed = summed * kept + tl.sum(weight, 1)
-        y = y * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        most = above
+        most, summed, y = weighted(score, v, most, summed, y)
     heads: tl.constexpr = kv_heads * group
     row = token * heads + head
     if shared:
@@ -171,6 +164,22 @@ def decode_kernel(
         tl.store(at, coded(y, query, code_scale, hardware), mask=mask)
     else:
         tl.store(at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def weighted(score, values, most, summed, y):
+    """The largest score, the sum of weights and that of weighted values, after a tile of keys more.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+    """
+    above = tl.maximum(most, tl.max(score, 1))
+    # Where nothing was seen, -inf is not subtracted from itself.
+    base = tl.where(above == float("-inf"), 0.0, above)
+    weight = tl.exp(score - base[:, None])
+    kept = tl.exp(most - base)
+    summed = summed * kept + tl.sum(weight, 1)
+    y = y * kept[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    return above, summed, y
 
 
 @triton.jit

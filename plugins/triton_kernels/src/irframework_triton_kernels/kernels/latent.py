@@ -8,7 +8,7 @@ are those of `decoding`.
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.decoding import LEAST_SHARE, coded, divided, sequence_of
+from irframework_triton_kernels.kernels.decoding import LEAST_SHARE, coded, divided, sequence_of, weighted
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
@@ -96,14 +96,7 @@ def latent_kernel(
         score = tl.dot(q, tl.trans(c), input_precision="ieee")
         score = tl.dot(q_rope, k_rope, score, input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
-        above = tl.maximum(most, tl.max(score, 1))
-        # Where nothing was seen, -inf is not subtracted from itself.
-        base = tl.where(above == float("-inf"), 0.0, above)
-        weight = tl.exp(score - base[:, None])
-        kept = tl.exp(most - base)
-        summed = summed * kept + tl.sum(weight, 1)
-        y = y * kept[:, None] + tl.dot(weight.to(c.dtype), c, input_precision="ieee")
-        most = above
+        most, summed, y = weighted(score, c, most, summed, y)
     row = token * heads + head
     if shared:
         row = row * shares + share
