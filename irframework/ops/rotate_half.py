@@ -37,14 +37,14 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: Su et al., "RoFormer" (2021); as `apply_rotary_pos_emb` of Llama, there with heads before tokens.
     """
-    _check("apply_rotary_pos_emb", x, cos, sin)
+    _check(x, cos, sin)
     return _turned(x, cos.unsqueeze(2), sin.unsqueeze(2))
 
 
 @apply_rotary_pos_emb.register_spelling
 def _heads_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As models turn queries and keys that attention is to have, `[batch, heads, tokens, head_size]`."""
-    _check("apply_rotary_pos_emb", x, cos, sin)
+    _check(x, cos, sin)
     return _turned(x.transpose(1, 2), cos.unsqueeze(1), sin.unsqueeze(1)).transpose(1, 2)
 
 
@@ -54,7 +54,8 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (heads * cos + crossed * sin).to(heads.dtype)
 
 
-def _check(op: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    op = "apply_rotary_pos_emb"
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         check_floating(op, name, tensor)
     fits = x.dim() == 4 and cos.dim() == 3 and cos.dtype == sin.dtype and same_sizes(cos.shape, sin.shape)
