@@ -45,10 +45,7 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.kind not in _ENDINGS:
-            raise ConfigError(
-                f"There is no quantisation {self.kind!r}; there are {', '.join(_ENDINGS)}."
-                f"{suggest(str(self.kind), _ENDINGS)}"
-            )
+            raise ConfigError(f"There is no quantisation {self.kind!r}.{suggest(str(self.kind), _ENDINGS)}")
         of_groups = (self.group_size, self.column_major_scales, self.power_of_two_scales)
         if self.kind != "group" and of_groups != (128, False, False):
             raise ConfigError(f"Only the quantisation 'group' has groups, {self.kind!r} has none: {self}.")
