@@ -6,10 +6,12 @@ provider does not exist, and ops with collectives stay what they are made of. Th
 * `linear_reduce_scatter` and `all_gather_linear`: torch's products that send while they multiply;
 * `all_reduce` of few bytes: each GPU reads what the others have (*one-shot*), which takes less time to begin.
 
-torch has none that also norms, so `all_reduce_rms_norm` and `all_reduce_fused_add_rms_norm` have no provider here.
+torch has none that also norms. For kernels of plugins that do, such a group has memory of its own (`shared_memory.py`),
+which `memory_of` gives out.
 
-Private torch API, read in 2.11 and 2.13: `torch.distributed._symmetric_memory` (`empty`, `rendezvous`,
-`enable_symm_mem_for_group`, which 2.11 deprecates and whose table its own products still read), and
+Private torch API, read in 2.11 and 2.13: `torch.distributed._symmetric_memory` (`empty`, `rendezvous` and
+`buffer_ptrs` of what it returns; `enable_symm_mem_for_group`, which 2.11 deprecates and whose table its own products
+still read), and
 `torch.ops.symm_mem` (`fused_matmul_reduce_scatter`, `fused_all_gather_matmul`, `one_shot_all_reduce_copy`).
 """
 
@@ -24,6 +26,7 @@ from torch.library import Library
 
 from irframework.conditions import supports
 from irframework.decision import Rejected, reject
+from irframework.distributed.shared_memory import SharedMemory, bytes_of, laid_out
 from irframework.errors import DeviceUnavailableError
 from irframework.ops.collectives import all_reduce, group_named, group_sizes
 from irframework.ops.fused_collectives import all_gather_linear, linear_reduce_scatter
@@ -36,6 +39,7 @@ _PRODUCTS = supports(dtype={"x": _FLOATS}, same_dtype=("x", "weight"), ndim={"x"
 _SUMS = supports(dtype={"x": (torch.bfloat16, torch.float32)}, contiguous=("x",), multiple_of={"x": 8})
 
 _buffers: dict[str, Tensor] = {}  # of each group that was asked for
+_memories: dict[str, tuple[SharedMemory, Tensor]] = {}  # and what keeps it
 _libraries: list[Library] = []
 
 
@@ -72,6 +76,7 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 128 * 1024)
             shared.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
         buffer = shared.empty(max(one_shot_bytes, 16), dtype=torch.uint8, device=device)
         shared.rendezvous(buffer, name)  # type: ignore[arg-type]
+        _memories[name] = _shared(shared, name, given.size(), one_shot_bytes, device)
     except RuntimeError as error:
         raise DeviceUnavailableError(
             f"The processes of group {name!r} cannot share GPU memory: {error}. They must be on one host, each with a "
@@ -80,6 +85,21 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 128 * 1024)
     _buffers[name] = buffer[:one_shot_bytes]
     register()
     registry.changed()
+
+
+def _shared(torchs: Any, name: str, size: int, capacity: int, device: torch.device) -> tuple[SharedMemory, Tensor]:
+    """Memory for kernels of plugins. Its signals are zero in all processes before any of them may send one."""
+    memory: Tensor = torchs.empty(bytes_of(size, capacity), dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)
+    handle = torchs.rendezvous(memory, name)  # returns when all have come, and all have come from the line above
+    into = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # torch's memory may begin before ours, in all alike
+    return laid_out([start + into for start in handle.buffer_ptrs], handle.rank, capacity, device), memory
+
+
+def memory_of(group: str) -> SharedMemory | None:
+    """The memory in which kernels of plugins may add up for a group; None where nobody asked for it."""
+    found = _memories.get(group)
+    return None if found is None else found[0]
 
 
 def state() -> str:
@@ -100,18 +120,19 @@ def register() -> None:
         op.register_impl(PROVIDER, supports_args=condition, device_types=("cuda",))(fn)
 
 
-def _why_not(group: str) -> Rejected | bool:
+def shares_memory(group: str) -> Rejected | bool:
+    """Whether `enable_symmetric_memory` was called for a group; the reason when not."""
     if group in _buffers:
         return True
     return reject(f"group {group!r} shares no memory: irframework.distributed.enable_symmetric_memory(group)")
 
 
 def _product_in_group(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, group_size: int) -> Rejected | bool:
-    return _why_not(group)
+    return shares_memory(group)
 
 
 def _sum_in_group(x: Tensor, group: str, op: str = "sum") -> Rejected | bool:
-    return _why_not(group) if op == "sum" else reject("only sums are one-shot")
+    return shares_memory(group) if op == "sum" else reject("only sums are one-shot")
 
 
 def product_and_scatter(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, group_size: int) -> Tensor:

@@ -40,6 +40,7 @@ MODULES = {
     "decode_kernel": "decoding",
     "shares_kernel": "decoding",
     "latent_kernel": "latent",
+    "sum_norm_kernel": "sums",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
@@ -77,12 +78,19 @@ def grouped(kernel: str, hidden: int, **more: Any) -> Case:
     return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("codes", "resident")})
 
 
+def summed(hidden: int, codes: int, **more: Any) -> Case:
+    """A norm of a sum over processes."""
+    whole = rows("sum_norm_kernel", hidden, codes, hardware=True, **more)
+    return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("tail", "resident")})
+
+
 def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
     """A kernel that reduces rows, with the tile it has for rows of a length."""
     from irframework_triton_kernels import tiles
 
     kinds = {"rms_norm_kernel": tiles.NORM, "add_rms_norm_kernel": tiles.ADD_NORM}
     kinds |= {"rms_norm_groups_kernel": tiles.NORM, "add_rms_norm_groups_kernel": tiles.ADD_NORM}
+    kinds |= {"sum_norm_kernel": tiles.ADD_NORM}
     gated = tiles.CODES if more.get("activation") == NO_GATE else tiles.GATED_CODES
     tile = tiles.row_tile(hidden, kinds.get(kernel, gated), many=True)
     constants = {"codes": codes, "tile_rows": tile.rows, "block": tile.block, "tail": tile.tail, "whole": tile.whole}
@@ -148,6 +156,7 @@ LATENT = {  # DeepSeek's
     "heads": 128, "rank": 512, "rope": 64, "block_size": 64, "tile_heads": 16, "tile_keys": 32, "rank_block": 512,
     "rope_block": 64,
 }  # fmt: skip
+SUMMED = {"has_weight": True, "rank": 1, "size": 2, "size_block": 2}
 NO_CODES, CODED = {"has_codes": False, "hardware": True}, {"has_codes": True, "hardware": True}
 PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False, **NO_CODES}
 FANCY = {"has_cap": True, "has_window": True, "has_sinks": True, **NO_CODES}
@@ -173,6 +182,9 @@ FEW = [
         **ROUTING, "groups": 8, "members": 32, "top_groups": 4, "counted": 2, "by_logits": False, "has_bias": True,
         "scoring": 1, "group_block": 8, "member_block": 32,
     }),
+    summed(4096, VALUES, has_residual=True, **SUMMED),
+    summed(100_000, VALUES, has_residual=False, **SUMMED),
+    summed(4096, STATIC, has_residual=True, **SUMMED | {"size": 6, "size_block": 8}),
 ]  # fmt: skip
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES + FEW)}.values())
@@ -204,6 +216,7 @@ def compiled(
     types |= {"most": "*i32", "logits": "*bf16", "bias": "*fp32", "weights": "*fp32", "ids": "*i32", "factor": epsilon}
     types |= dict.fromkeys(("offsets", "lengths", "table"), "*i32") | dict.fromkeys(("scale", "soft_cap"), epsilon)
     types |= dict.fromkeys(("largest", "total", "parts", "sinks"), "*fp32")
+    types |= {"places": "*i64", "counts": "*i32"}
     types["out"] = "*fp32" if case.constants.get("shared") else f"*{element}"
     if case.constants.get("has_codes"):
         types["out"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
@@ -323,6 +336,7 @@ ONES = {
     "shares_kernel": ("shares", "heads", "value_size"),
     "latent_kernel": ("batch", "table_width", "blocks", "query_stride", "rope_head_stride", "table_stride", "shares"),
     "tensor_codes_kernel": ("length", "x_stride"),
+    "sum_norm_kernel": ("hidden", "x_stride", "x_residual_stride"),
 }
 
 

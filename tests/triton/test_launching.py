@@ -21,6 +21,7 @@ def kernels():
         rotary,
         rotate_half,
         routing,
+        sums,
     )
 
     return (
@@ -43,6 +44,7 @@ def kernels():
         decoding.decode_kernel,
         decoding.shares_kernel,
         latent.latent_kernel,
+        sums.sum_norm_kernel,
     )
 
 

@@ -1,7 +1,7 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
 Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `latent_decoding`, `normed_rotary`,
-`quantizations`, `routing` and `written_out`. The kernels, and with them Triton, are imported at the first call.
+`quantizations`, `routing`, `sums` and `written_out`. The kernels, and with them Triton, are imported at the first call.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from irframework_triton_kernels import (
     normed_rotary,
     quantizations,
     routing,
+    sums,
     written_out,
 )
 from irframework_triton_kernels.availability import triton_runs
@@ -369,3 +370,4 @@ def register(provider: str) -> None:
     decoding.register(add)
     latent_decoding.register(add)
     normed_rotary.register(add, heads_fit, caches_fit)
+    sums.register(add)

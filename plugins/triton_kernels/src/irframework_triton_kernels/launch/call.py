@@ -140,6 +140,11 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
+def launches() -> bool:
+    """Whether a function that launches kernels is called for what they write, and not only for its outputs' shapes."""
+    return _of_thread.launches
+
+
 def _without_launch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """The outputs of a function, which nothing is written to."""
     _of_thread.launches = False
