@@ -225,6 +225,12 @@ def raises(error: Exception) -> Breach:
     return Breach("raises", what, "Let supports_args state what it takes.")
 
 
+def native_raises(impl: "IrOpImpl", error: Exception) -> Breach:
+    """What an implementation is compared with, can be computed."""
+    what = f"cannot be compared: native raises {type(error).__name__}: {_first_line(error)}"
+    return Breach("raises", what, f"Native is the meaning of op {impl.op.name!r}: it must compute each call it allows.")
+
+
 def raises_without_data(error: Exception) -> Breach:
     """An implementation can be traced."""
     what = f"raises {type(error).__name__} for tensors without data: {_first_line(error)}"

@@ -71,9 +71,16 @@ def mm_encoder_attention(
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """The tensor, beginning at a multiple of 16 bytes: torch's attention on GPUs reads as much at a time, unasked."""
-    start = x.storage_offset() * x.element_size()
-    return x.clone() if x.device.type == "cuda" and isinstance(start, int) and start % 16 else x
+    """The tensor, each head at a multiple of 16 bytes: torch's attention on GPUs reads as much at a time, unasked.
+
+    Unless its heads are of another length: then torch takes what reads single elements.
+    """
+    if x.device.type != "cuda":
+        return x
+    places = [place * x.element_size() for place in (x.storage_offset(), *x.stride()[:-1])]
+    if any(isinstance(place, int) and place % 16 for place in places):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _check_encoder(

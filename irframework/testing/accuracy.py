@@ -101,7 +101,7 @@ def distance(got: Tensor, native: Tensor, exact: Tensor | None, tolerance: Toler
         native: Native's, of the same shape and dtype.
         exact: Native's in float64, if there is one.
         tolerance: The op's for the output's dtype. Codes of 8 bits are also no more than one apart, where the tolerance
-            is not larger than the step between them.
+            is not larger than the step between them: `rtol` that of normal numbers, `atol` that of the smallest.
     """
     right, away = _near(got, native, got.dtype, tolerance)
     if exact is not None:
@@ -120,7 +120,9 @@ def _near(got: Tensor, want: Tensor, dtype: torch.dtype, tolerance: Tolerance) -
     same = (a == b) | (a == rounded) | (a.isnan() & b.isnan())
     right = same | ((away <= tolerance.atol + tolerance.rtol * b.abs()) & ~a.isnan() & b.isfinite())
     if dtype.itemsize == 1 and dtype.is_floating_point and tolerance.rtol <= torch.finfo(dtype).eps:
-        right &= same | (_codes_apart(got, want.to(dtype)) <= 1)
+        smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        near_zero = (away <= tolerance.atol) & (tolerance.atol > smallest_step)
+        right &= same | near_zero | (_codes_apart(got, want.to(dtype)) <= 1)
     return right, torch.where(same, 0.0, away.nan_to_num(_INF, _INF, _INF))
 
 

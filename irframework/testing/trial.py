@@ -85,8 +85,13 @@ class Trial:
         self.findings.told(call)
         self.first = self.first or (args, call)
         given = laid_out(self.impl, sample)
-        with torch.no_grad():
-            native = self.impl.op.registered[NATIVE].apply(given)
+        try:
+            with torch.no_grad():
+                native = self.impl.op.registered[NATIVE].apply(given)
+        except Exception as error:
+            self.findings.note(contract.native_raises(self.impl, error), None, call)
+            check_alive(self.device, error)
+            return
         expected, is_tuple = _flat(native), isinstance(native, (list, tuple))
         memory = [_Memory(name, tensor) for name, tensor in tensors_of(self.impl.op, args)]
         closed_over = [_Memory(name, tensor) for name, tensor in _closed_over(self.impl)]

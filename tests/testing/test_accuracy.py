@@ -39,3 +39,18 @@ def test_native_that_is_exact_allows_nothing_more():
     found = distance(got, torch.ones(2, 8), exact, TIGHT)
     assert found is not None
     assert found.wrong == "1 of 16"
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def test_small_codes_of_sums_that_cancel_may_be_several_steps_apart():
+    native = torch.tensor([[2.0**-7, 1.0]]).to(FP8)
+    got = torch.tensor([[-(2.0**-7), 1.0]]).to(FP8)
+    assert distance(got, native, None, Tolerance(2.0**-4, 2.0**-3)) is None
+    assert distance(got, native, None, Tolerance(2.0**-9, 2.0**-3)) is not None
+
+
+def test_large_codes_of_sums_that_cancel_are_one_step_apart():
+    native, got = torch.tensor([[8.0]]).to(FP8), torch.tensor([[10.0]]).to(FP8)
+    assert distance(got, native, None, Tolerance(2.0**-4, 2.0**-3)) is not None

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import irframework as ir
 from irframework import contract, errors
@@ -77,3 +78,17 @@ def test_a_provider_without_that_op_is_an_error():
 def test_calls_that_hold_no_numbers_of_a_dtype_are_made_once():
     assert dtypes_of(ir.ops.moe_align_block_size) == DTYPES[:1]
     assert dtypes_of(ir.ops.relu2) == DTYPES
+
+
+def test_a_native_body_that_fails_is_told_as_a_finding():
+    @ir.register_op
+    def kit_narrow(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 5:
+            raise RuntimeError("no kernel found")
+        return x + 1
+
+    kit_narrow.register_input_generator(lambda shape, **options: (torch.randn(shape, **options),))
+    kit_narrow.register_impl("plain")(lambda x: x + 1)
+    found = {result.rule: result for result in check_impl(kit_narrow, "plain", device="cpu", rules=["raises"]).rules}
+    assert found["raises"].status == "failed"
+    assert "native raises RuntimeError: no kernel found" in found["raises"].violations[0].what

@@ -268,6 +268,19 @@ def test_every_kernel_becomes_a_code_object(case, target):
     assert asm["hsaco"][:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize(
+    ("case", "element"),
+    [
+        *((case, "bf16") for case in CASES),  # compiled above
+        *((case, "fp16") for case in CASES if case.kernel == "rotate_half_kernel"),
+    ],
+    ids=str,
+)
+def test_no_product_that_is_rounded_is_contracted_with_a_sum(case, element):
+    ptx = compiled(case, "sm_90", element=element, aligned=True).asm["ptx"]
+    assert not re.search(r"\bfma\.rn\.(?:bf16|f16)", ptx)
+
+
 MEMORY = r"\b(?:ld|st|atom|red|cp|prefetch)\.(?!param)"
 
 
