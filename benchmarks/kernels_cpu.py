@@ -3,9 +3,9 @@
 Run `python benchmarks/kernels_cpu.py` (a few minutes), `--quick` for a look, `--json` for machines, `--op` for others
 than rms_norm (`--op quantising` for those that end in fp8 codes with a scale of a tensor or a row, `--op further` for
 those that only the CPU library has, `--op fused` for the fused ones of these: groups of 128 or, in rows of 576, of 64;
-GELU by tanh; normed heads of that size, rotated, with a quarter as many keys; heads alone are of 128 or, in rows of
-576, of 64). What kernels gain inside of a compiled graph is measured by `in_graphs_cpu.py`. Each line is one shape,
-dtype and number of threads:
+GELU by tanh; heads of that size, rotated, normed before or not, with a quarter as many keys, written to a cache or not:
+there plain torch writes in place, too; heads alone are of 128 or, in rows of 576, of 64). What kernels gain inside of a
+compiled graph is measured by `in_graphs_cpu.py`. Each line is one shape, dtype and number of threads:
 
     ours        time of one call of the kernel through its torch op, in microseconds: the least of all rounds
     op          the same for torch's own function (F.rms_norm; F.silu or F.gelu, and a product where there is a gate),
@@ -45,7 +45,8 @@ if __name__ == "__main__" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from irframework_vllm_c import cpu_only, fused, library  # noqa: E402
+from fused_families import plain_norm_rotary_and_cache, plain_rotary_and_cache  # noqa: E402
+from irframework_vllm_c import cpu_only, fused, implementations, library  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import irframework as ir  # noqa: E402
@@ -77,8 +78,14 @@ FUSED = (
     "gelu_and_mul_static_quant_fp8",
     "gelu_and_mul_dynamic_quant_fp8",
     "gelu_and_mul_group_quant_fp8",
+    "rotary_embedding_reshape_and_cache",
     "qk_norm_rotary_embedding",
+    "qk_norm_rotary_embedding_reshape_and_cache",
 )
+IN_PLACE: dict[str, Callable[..., object]] = {
+    "rotary_embedding_reshape_and_cache": plain_rotary_and_cache,
+    "qk_norm_rotary_embedding_reshape_and_cache": plain_norm_rotary_and_cache,
+}
 
 Call = Callable[[], object]
 
@@ -217,6 +224,12 @@ def further_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compile
     return calls | {"native": lambda: definition(*args), "inductor": lambda: compiled[op](*args)}
 
 
+def definition_of(op: str) -> Callable[..., object]:
+    """The op in plain torch: its native form, but for writes to a cache, of which that would make another."""
+    native: Callable[..., object] = getattr(ir.ops, op).native
+    return IN_PLACE.get(op, native)
+
+
 def fused_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled: dict[str, Call]) -> dict[str, Call]:
     """As `calls_of`, for the fused ops that only the CPU library has; torch has no function of its own for them."""
     weight, scale = torch.randn(width).to(dtype), torch.full((1,), 0.02)
@@ -228,11 +241,16 @@ def fused_calls_of(op: str, rows: int, width: int, dtype: torch.dtype, compiled:
         args = (x, x.flip(0), weight, EPSILON)
     elif "_and_mul_" in op:
         args = (x, *([scale] if "static" in op else []), *(["tanh"] if op.startswith("gelu") else []))
-    elif op == "qk_norm_rotary_embedding":
+    elif "rotary" in op:
         head, keys = torch.randn(size).to(dtype), x[:, : width // (4 * size) * size].contiguous()
-        args = (torch.arange(rows), x, keys, head, head, torch.randn(rows, size).to(dtype), size, EPSILON)
-    function = getattr(fused, f"{op}_functional" if op.startswith("fused_add") else op)
-    definition: Callable[..., object] = getattr(ir.ops, op).native
+        cache = torch.randn(rows, 1, keys.shape[-1] // size, size).to(dtype)
+        written = (keys, cache, cache.clone(), torch.randperm(rows)) if op.endswith("cache") else ()
+        normed = ((head, head), (EPSILON,)) if op.startswith("qk_norm") else ((), ())
+        table = torch.randn(rows, size).to(dtype)
+        args = (torch.arange(rows), x, keys, *written, *normed[0], table, size, *normed[1], True)
+    module = fused if hasattr(fused, op) else implementations
+    function = getattr(module, f"{op}_functional" if op.startswith("fused_add") else op)
+    definition = definition_of(op)
     return {
         "ours": lambda: function(*args, *groups),
         "native": lambda: definition(*args, *groups),
@@ -282,7 +300,7 @@ def lines(args: argparse.Namespace, op: str) -> list[Line]:
                 for width in args.width:
                     # One artefact per shape and number of threads: what Inductor does best.
                     torch._dynamo.reset()
-                    artefacts = {op: torch.compile(getattr(ir.ops, op).native, dynamic=False)}
+                    artefacts: dict[str, Call] = {op: torch.compile(definition_of(op), dynamic=False)}
                     times = measure(calls_for(op, rows, width, DTYPES[dtype], artefacts), args.rounds, args.seconds)
                     line = Line(
                         op,

@@ -5,6 +5,7 @@ Run it in the root of the repository, on the machine with the GPU:
     python benchmarks/providers_gpu.py --json providers.json [--liger liger_kernel-0.8.5-py3-none-any.whl]
     python benchmarks/providers_gpu.py --ops rms_norm --rows 2048 --columns 4096 --verbose
     python benchmarks/providers_gpu.py --ops fused --json fused.json                   # the other fused quantisations
+    python benchmarks/providers_gpu.py --ops families --json families.json             # what each fused family gains
     python benchmarks/providers_gpu.py --ops silu_mul,gelu_mul,apply_rotary_pos_emb    # what plain models write out
     python benchmarks/providers_gpu.py --from providers.json --plot providers.svg      # anywhere, later
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import families_gpu
 from compile_ahead import compile_ahead, my_share, use_own_cache
 from providers_tables import draw, report
 from source_tree import make_importable
@@ -54,6 +56,9 @@ FUSED_OPS = (
     "fused_add_rms_norm_dynamic_quant_fp8",
     "gelu_and_mul_static_quant_fp8",
     "gelu_and_mul_dynamic_quant_fp8",
+    "rms_norm_quant_nvfp4",
+    "fused_add_rms_norm_quant_nvfp4",
+    "silu_and_mul_quant_nvfp4",
 )
 FIRST_PARTS = ("fused_add_rms_norm", "rms_norm", "silu_and_mul", "gelu_and_mul")
 OURS = ("vllm_c", "triton")
@@ -258,7 +263,10 @@ def main() -> int:
     parser.add_argument("--rows", type=numbers, default=ROWS)
     parser.add_argument("--columns", type=numbers, default=COLUMNS)
     ops = lambda text: FUSED_OPS if text == "fused" else tuple(text.split(","))  # noqa: E731
-    parser.add_argument("--ops", type=ops, default=OPS, help="their names, or: fused")
+    parser.add_argument("--ops", type=ops, default=OPS, help="their names, or: fused, or: families")
+    parser.add_argument("--families", type=lambda text: text.split(","), help="with families: only those of these ops")
+    parser.add_argument("--provider", help="with families: whose kernels; default: triton, on a CPU vllm_c")
+    parser.add_argument("--tiny", action="store_true", help="with families: two small points each")
     parser.add_argument("--device", default="cuda", help="cpu: only to try this program")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--liger", type=Path, help="its wheel, where it is not installed")
@@ -272,27 +280,28 @@ def main() -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     start = time.perf_counter()
+    families = options.ops == ("families",)
     if options.read:
         found = json.loads(options.read.read_text())
     else:
         use_own_cache()
         make_importable()
-        options.liger = find_liger(options.liger)
+        options.liger = not families and find_liger(options.liger)
         import torch
 
         if options.part:
-            compile_part(options)
+            (families_gpu.compile_part if families else compile_part)(options)
             return 0
         device = torch.cuda.get_device_name(options.device) if options.device != "cpu" else "cpu"
         found = {"torch": torch.__version__, "device": device}
         found |= {"cells": [], "host": [], "failed": [], "not_measured": []}
         if options.processes:
             print(compile_ahead(options.processes, options.limit * 0.45), flush=True)
-        measure_grid(options, found, start + options.limit)
+        (families_gpu.measure if families else measure_grid)(options, found, start + options.limit)
         found["seconds"] = time.perf_counter() - start
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    print(report(found))
+    print(families_gpu.report(found) if families else report(found))
     if options.plot:
         draw(found, options.plot)
     return 1 if found["failed"] else 0

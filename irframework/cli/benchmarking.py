@@ -76,6 +76,18 @@ class Clock(Protocol):
             cold: Whether other memory passes through the cache before each round.
         """
 
+    def prepare(self, call: Call, sets: Sequence[Arguments], cold: bool = True) -> Callable[[], float]:
+        """Readies a call to be timed beside others that take turns with it.
+
+        Args:
+            call: As for `time`.
+            sets: As for `time`.
+            cold: As for `time`.
+
+        Returns:
+            A function that runs one round and returns microseconds of one call. The first two rounds should not count.
+        """
+
     def synchronize(self) -> None:
         """Waits for the device."""
 
@@ -113,6 +125,11 @@ class GraphClock:
 
     def time(self, call: Call, sets: Sequence[Arguments], rounds: int = 15, cold: bool = True) -> Timing:
         """See `Clock.time`."""
+        once = self.prepare(call, sets, cold)
+        return Timing.of([once() for _ in range(rounds + 2)][2:])
+
+    def prepare(self, call: Call, sets: Sequence[Arguments], cold: bool = True) -> Callable[[], float]:
+        """See `Clock.prepare`. Results stay; memory that calls need in between is shared by all graphs."""
         self.synchronize()  # the arguments were made in another stream
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             for arguments in (*sets[:1], *sets[:3]):  # compiles, tunes, loads
@@ -123,7 +140,7 @@ class GraphClock:
             except Exception:
                 self._begin()
                 raise
-            return Timing.of([took / len(sets) for took in self._replays(captured[0], rounds, cold)])
+        return lambda: self._replay(captured[0], cold) / len(sets)
 
     def empty_kernel(self, calls: int = 64, rounds: int = 15, cold: bool = True) -> Timing:
         """What a kernel of one thread costs that does nothing, inside a graph of `calls` of them."""
@@ -133,9 +150,8 @@ class GraphClock:
         """See `Clock.synchronize`."""
         torch.cuda.synchronize(self.device)
 
-    def _replays(self, graph: Any, rounds: int, cold: bool) -> list[float]:
-        times = []
-        for _ in range(rounds + 2):  # two more, which do not count
+    def _replay(self, graph: Any, cold: bool) -> float:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if cold:
                 torch.sum(self._other_memory, dim=0, out=self._sum)
@@ -144,8 +160,7 @@ class GraphClock:
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3)
-        return times[2:]
+        return float(start.elapsed_time(end)) * 1e3
 
     def _capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         """The graph, and what `run` returned: it must live as long.
@@ -184,11 +199,17 @@ class WallClock:
 
     def time(self, call: Call, sets: Sequence[Arguments], rounds: int = 15, cold: bool = True) -> Timing:
         """See `Clock.time`."""
-        times = []
+        once = self.prepare(call, sets, cold)
+        return Timing.of([once() for _ in range(rounds)])
+
+    def prepare(self, call: Call, sets: Sequence[Arguments], cold: bool = True) -> Callable[[], float]:
+        """See `Clock.prepare`."""
         with torch.no_grad():
             for arguments in sets[:2]:
                 call(*arguments)
-            for _ in range(rounds):
+
+        def once() -> float:
+            with torch.no_grad():
                 if cold:
                     self._other_memory.sum()
                 self.synchronize()
@@ -196,8 +217,9 @@ class WallClock:
                 for arguments in sets:
                     call(*arguments)
                 self.synchronize()
-                times.append((time.perf_counter() - start) / len(sets) * 1e6)
-        return Timing.of(times)
+                return (time.perf_counter() - start) / len(sets) * 1e6
+
+        return once
 
     def synchronize(self) -> None:
         """See `Clock.synchronize`."""
