@@ -174,7 +174,8 @@ def quant_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
         )
     h = widened(x).reshape(*x.shape[:-1], hidden // _FP4_BLOCK, _FP4_BLOCK)
     whole = global_scale.reshape(()).to(h.dtype)
-    block = (divided(h.abs().amax(-1, keepdim=True), _FP4_MAX) / whole).clamp_max(FP8_MAX).to(FP8)
+    block = divided(h.abs().amax(-1, keepdim=True), _FP4_MAX) / whole
+    block = block.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # the sign is the global scale's
     used = block.to(h.dtype) * whole
     h = h * torch.where(used > 0, 1.0 / used, 0.0)
     codes = _e2m1(h).reshape(*x.shape[:-1], hidden // 2, 2)

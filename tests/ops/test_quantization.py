@@ -334,6 +334,13 @@ def test_nvfp4_of_too_large_numbers_is_the_largest():
     assert (unpacked(q)[0, 3], unpacked(q)[1, 4]) == (6.0, 6.0)
 
 
+def test_nvfp4_of_too_large_numbers_under_a_negative_scale_is_the_largest_too():
+    x = torch.full((1, 16), 1e30)
+    q, scale = ir.ops.quant_nvfp4(x, -torch.ones(1))
+    assert scale.tolist() == [[-448.0]]
+    assert (unpacked(q) == 6).all()
+
+
 def test_nvfp4_of_a_nan_shows_in_the_scale_of_its_block():
     x = torch.ones(1, 32)
     x[0, 3] = NAN

@@ -36,6 +36,9 @@ MODULES = {
     "group_codes_kernel": "group_codes",
     "largest_kernel": "group_codes",
     "tensor_codes_kernel": "group_codes",
+    "nvfp4_kernel": "nvfp4",
+    "rms_norm_nvfp4_kernel": "nvfp4",
+    "add_rms_norm_nvfp4_kernel": "nvfp4",
     "routing_kernel": "routing",
     "decode_kernel": "decoding",
     "shares_kernel": "decoding",
@@ -84,12 +87,19 @@ def summed(hidden: int, codes: int, **more: Any) -> Case:
     return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("tail", "resident")})
 
 
+def nvfp4(kernel: str, hidden: int, has_weight: bool = True) -> Case:
+    """A norm that ends in NVFP4."""
+    whole = rows(kernel, hidden, VALUES, has_weight=has_weight)
+    return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("codes", "resident")})
+
+
 def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
     """A kernel that reduces rows, with the tile it has for rows of a length."""
     from irframework_triton_kernels import tiles
 
     kinds = {"rms_norm_kernel": tiles.NORM, "add_rms_norm_kernel": tiles.ADD_NORM}
     kinds |= {"rms_norm_groups_kernel": tiles.NORM, "add_rms_norm_groups_kernel": tiles.ADD_NORM}
+    kinds |= {"rms_norm_nvfp4_kernel": tiles.NORM, "add_rms_norm_nvfp4_kernel": tiles.ADD_NORM}
     kinds |= {"sum_norm_kernel": tiles.ADD_NORM}
     gated = tiles.CODES if more.get("activation") == NO_GATE else tiles.GATED_CODES
     tile = tiles.row_tile(hidden, kinds.get(kernel, gated), many=True)
@@ -145,6 +155,12 @@ CASES = [
     Case("gates_apart_kernel", 4, {"activation": SILU, **ELEMENTS}),
     Case("gates_apart_kernel", 4, {"activation": GELU_TANH, **ELEMENTS}),
     Case("rotate_half_kernel", 4, {"tile_heads": 16, "block": 64}),
+    Case("nvfp4_kernel", 4, {"activation": NO_GATE, "tile_rows": 1, "block": 2048}),
+    Case("nvfp4_kernel", 4, {"activation": SILU, **ELEMENTS}),
+    nvfp4("rms_norm_nvfp4_kernel", 4096),
+    nvfp4("rms_norm_nvfp4_kernel", 5120),
+    nvfp4("add_rms_norm_nvfp4_kernel", 7168),
+    nvfp4("add_rms_norm_nvfp4_kernel", 100_000, False),
 ]
 # Tokens of 256 experts, and of 256 in 8 groups: they are not what memory is read for, so how it is read is not tested.
 ROUTING = {"top_k": 8, "top_block": 8, "renormalize": True, "tile_rows": 2}
@@ -161,6 +177,8 @@ NO_CODES, CODED = {"has_codes": False, "hardware": True}, {"has_codes": True, "h
 PLAIN = {"has_cap": False, "has_window": False, "has_sinks": False, **NO_CODES}
 FANCY = {"has_cap": True, "has_window": True, "has_sinks": True, **NO_CODES}
 FEW = [
+    nvfp4("rms_norm_nvfp4_kernel", 128),
+    Case("nvfp4_kernel", 4, {"activation": NO_GATE, "tile_rows": 128, "block": 16}),
     grouped("rms_norm_groups_kernel", 512, group_size=128, column_major=True, power_of_two=False),
     Case("decode_kernel", 4, {**DECODE, **PLAIN, "shared": True}),
     Case("decode_kernel", 4, {**DECODE, **FANCY, "shared": False}),
@@ -224,6 +242,8 @@ def compiled(
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes") == INT8:
         types["y"] = "*i8"
+    types |= {"global_scale": "*fp32", "packed": "*u8"}
+    types["block_scale"] = "*fp8e4nv" if target in CONVERTS else "*u8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
     source = ASTSource(
         kernel,
@@ -349,6 +369,9 @@ ONES = {
     "shares_kernel": ("shares", "heads", "value_size"),
     "latent_kernel": ("batch", "table_width", "blocks", "query_stride", "rope_head_stride", "table_stride", "shares"),
     "tensor_codes_kernel": ("length", "x_stride"),
+    "nvfp4_kernel": ("x_stride",),
+    "rms_norm_nvfp4_kernel": ("x_stride",),
+    "add_rms_norm_nvfp4_kernel": ("x_stride", "x_residual_stride"),
     "sum_norm_kernel": ("hidden", "x_stride", "x_residual_stride"),
 }
 
@@ -375,6 +398,13 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
     found = re.findall(r"\b(?:ld|st)\.global[\w.]*", kernel.asm["ptx"])
     if case.kernel == "largest_kernel":
         assert set(found) == {"ld.global.v4.b32", "st.global.b32"}
+    elif "nvfp4" in case.kernel:  # four bits for each, and the tail of a row half as many for a thread; scales
+        assert VECTORS - {"st.global.v4.b32"} <= set(found) <= VECTORS | {
+            "ld.global.v2.b32", "ld.global.b32", "st.global.b32", "st.global.b16", "st.global.b8"
+        }  # fmt: skip
+        assert found.count("ld.global.b32") == 1  # the scale of the tensor
+        assert ("st.global.v4.b32" in found) == case.kernel.startswith("add")  # the sum
+        assert ("st.global.b16" in found) == bool(case.constants.get("tail"))
     elif case.constants.get("codes") or "hardware" in case.constants or case.constants.get("tail"):
         assert "ld.global.v4.b32" in found
         assert set(found) <= VECTORS | NARROWER
@@ -388,10 +418,11 @@ def test_rows_of_aligned_tensors_are_read_and_written_16_bytes_at_a_time(case):
         found = {"st.global.v4.b32" if pairs and kind == "st.global.v2.b32" else kind for kind in found}
         assert found - {"ld.global.b64", "ld.global.b16"} == VECTORS
     exchanged = re.findall(r"ttg.convert_layout .*: (tensor<\w+)", kernel.asm["ttgir"])
+    parts = [case.constants[part] for part in ("block", "tail") if case.constants.get(part)]
     if "groups_kernel" in case.kernel:
-        parts = [case.constants[part] for part in ("block", "tail") if case.constants[part]]
-        scales = [f"tensor<1x{part // case.constants['group_size']}xf32" for part in parts]
-        assert exchanged == scales
+        assert exchanged == [f"tensor<1x{part // case.constants['group_size']}xf32" for part in parts]
+    elif "nvfp4" in case.kernel:
+        assert exchanged == [f"tensor<1x{part // 16}xf8E4M3FN" for part in parts]
     else:
         assert exchanged == ["tensor<16xi32"] * (case.kernel == "group_codes_kernel")  # the largest of each group
 

@@ -18,6 +18,7 @@ def kernels():
         kv_cache,
         latent,
         norms,
+        nvfp4,
         rotary,
         rotate_half,
         routing,
@@ -40,6 +41,9 @@ def kernels():
         group_codes.group_codes_kernel,
         group_codes.largest_kernel,
         group_codes.tensor_codes_kernel,
+        nvfp4.nvfp4_kernel,
+        nvfp4.rms_norm_nvfp4_kernel,
+        nvfp4.add_rms_norm_nvfp4_kernel,
         routing.routing_kernel,
         decoding.decode_kernel,
         decoding.shares_kernel,
@@ -209,6 +213,10 @@ def test_nothing_is_launched_for_no_rows(device, launch):
     launch.rms_norm_group_quant_fp8(rows(0, 128), None, 1e-6, 128, False, False)
     launch.fused_add_rms_norm_group_quant_fp8(rows(3, 0), rows(3, 0), None, 1e-6, 128, True, False)
     launch.gated_group_quant_fp8(rows(3, 0), "silu", 128, False, False)
+    launch.quant_nvfp4(rows(0, 128), torch.ones(1))
+    launch.gated_quant_nvfp4(rows(3, 0), "silu", torch.ones(1))
+    launch.rms_norm_quant_nvfp4(rows(3, 0), None, torch.ones(1), 1e-6)
+    launch.fused_add_rms_norm_quant_nvfp4(rows(3, 0), rows(3, 0), None, torch.ones(1), 1e-6)
     assert not device.launches
 
 
@@ -220,6 +228,8 @@ def test_codes_are_bytes_where_the_device_does_not_convert(device, launch):
     assert call.code_dtype(rows(1, 8)) == torch.uint8
     q, scales = launch.dynamic_quant_fp8(rows(2, 8))
     assert (q.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    q, scales = launch.quant_nvfp4(rows(2, 32), torch.ones(1))
+    assert (q.dtype, scales.dtype) == (torch.uint8, torch.float8_e4m3fn)
 
 
 def test_a_tile_covers_a_row_with_an_element_for_every_thread():
@@ -266,6 +276,10 @@ def test_every_kernel_is_loaded_early_where_the_device_can(device, launch):
         launch.rms_norm_group_quant_fp8(x, weight, 1e-6, 64, True, True)
         launch.fused_add_rms_norm_group_quant_fp8(x, x, weight, 1e-6, 64, False, False)
         launch.gated_group_quant_fp8(x, "silu", 64, False, False)
+        launch.quant_nvfp4(x, scale)
+        launch.gated_quant_nvfp4(x, "silu", scale)
+        launch.rms_norm_quant_nvfp4(x, weight, scale, 1e-6)
+        launch.fused_add_rms_norm_quant_nvfp4(x, x, weight, scale, 1e-6)
         launch.rotary_embedding(torch.zeros(4, dtype=torch.int64), x, None, torch.zeros(8, 64), 64, True)
         return {early for _, _, early in device.launches}
 

@@ -245,6 +245,93 @@ def test_codes_of_fused_ops_are_those_of_the_definition_but_for_few():
         assert flipped < 2e-3
 
 
+def assert_nvfp4(got: tuple[Tensor, ...], x: Tensor, whole: Tensor) -> None:
+    """Codes and scales are those that native makes of x on the CPU, bit for bit; NaN is equal to NaN."""
+    want = ir.ops.quant_nvfp4.native(x.cpu(), whole.cpu())
+    assert torch.equal(got[0].cpu(), want[0])
+    scales = [torch.where(scale.float().isnan(), 0x7F, scale.view(torch.uint8)).cpu() for scale in (got[1], want[1])]
+    assert torch.equal(*scales)
+    assert all(out.is_contiguous() for out in got)
+
+
+WHOLES = [torch.full((1,), 2.0**-9), torch.tensor(1e-3), torch.tensor([-0.3]), torch.tensor(3e38), torch.tensor(1e-42)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 7168), (500, 2048), (33, 5120), (3, 7, 48), (5, 16384 + 16), (16,)])
+def test_rows_become_nvfp4_as_by_native(dtype, shape):
+    x = random(*shape, dtype=dtype)
+    for whole in WHOLES:
+        assert_nvfp4(ir.ops.quant_nvfp4(x, whole.cuda()), x, whole)
+    wide = torch.cat((x, x), -1)[..., 16 : 16 + shape[-1]]
+    assert_nvfp4(ir.ops.quant_nvfp4(wide, WHOLES[0].cuda()), wide, WHOLES[0])
+
+
+@pytest.mark.parametrize("whole", [*WHOLES, torch.tensor(1.0)])
+def test_any_bits_become_nvfp4_as_by_native(whole):
+    """Infinities, NaN and small numbers that lose digits; every value of both formats and what lies between."""
+    bits = torch.randint(-(2**31), 2**31, (2**20,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    steps = torch.arange(-(2**15), 2**15).float() / 2**12
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45, 1e38, 6.0]).repeat_interleave(16)
+    x = torch.cat(
+        (bits.to(torch.int32).view(torch.float32), steps, special, steps * whole, special.view(16, 8).mT.ravel())
+    )
+    x = x.view(-1, 64).cuda()
+    assert_nvfp4(ir.ops.quant_nvfp4(x, whole.cuda()), x, whole)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 7168), (500, 2048), (33, 5120), (3, 7, 48), (5, 14336), (5, 16384 + 128)])
+def test_norms_and_gates_that_end_in_nvfp4_quantise_what_they_compute(dtype, shape):
+    x, residual, weight = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=2), random(shape[-1])
+    whole = torch.full((1,), 2.0**-9, device="cuda")
+    for w in (weight, weight.to(dtype), None):
+        got = ir.ops.rms_norm_quant_nvfp4(x, w, whole, EPSILON)
+        assert_nvfp4(got, ir.ops.rms_norm(x, w, EPSILON), whole)
+        y, total = ir.ops.fused_add_rms_norm(x, residual, w, EPSILON)
+        *got, added = ir.ops.fused_add_rms_norm_quant_nvfp4(x, residual, w, whole, EPSILON)
+        assert_nvfp4(tuple(got), y, whole)
+        assert torch.equal(added, total)
+        given = x.clone(), residual.clone()
+        *got, added = ir.ops.fused_add_rms_norm_quant_nvfp4.maybe_inplace(*given, w, whole, EPSILON)
+        assert_nvfp4(tuple(got), y, whole)
+        assert torch.equal(added, total)
+        assert added.data_ptr() == given[1].data_ptr()
+    gate = 2 * random(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    assert_nvfp4(ir.ops.silu_and_mul_quant_nvfp4(gate, whole), ir.ops.silu_and_mul(gate), whole)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (3, 0)])
+def test_nothing_becomes_nvfp4(shape):
+    x, whole = random(*shape), torch.ones(1, device="cuda")
+    assert_nvfp4(ir.ops.quant_nvfp4(x, whole), x, whole)
+    assert_nvfp4(ir.ops.rms_norm_quant_nvfp4(x, None, whole, EPSILON), x, whole)
+    assert_nvfp4(ir.ops.silu_and_mul_quant_nvfp4(torch.cat((x, x), -1), whole), x, whole)
+
+
+def test_what_is_in_front_of_nvfp4_is_fused_with_it_in_compiled_code():
+    """With the kernels' own codes: those of the parts, one after the other, in eager mode."""
+
+    def step(x, residual, gate, weight, whole):
+        y, total = ir.ops.fused_add_rms_norm(x, residual, weight, EPSILON)
+        return (
+            *ir.ops.quant_nvfp4(ir.ops.rms_norm(x, weight, EPSILON), whole),
+            *ir.ops.quant_nvfp4(y, whole),
+            total,
+            *ir.ops.quant_nvfp4(ir.ops.silu_and_mul(gate), whole),
+        )
+
+    given = [random(33, size, dtype=torch.bfloat16, seed=seed) for size, seed in ((5120, 1), (5120, 2), (10240, 3))]
+    given += [random(5120), torch.full((1,), 2.0**-9, device="cuda")]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        wanted, got = step(*given), torch.compile(step, backend="irframework", fullgraph=True)(*given)
+    families = "rms_norm", "fused_add_rms_norm", "silu_and_mul"
+    assert ir.last_report().fusions == dict.fromkeys((f"{first}_quant_nvfp4" for first in families), 1)
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def assert_routed_as_on_cpu(name: str, logits: Tensor, *more: object, all_alike: bool) -> None:
     """As native on the CPU; where scores differ by the last bit only, a few may be chosen otherwise."""
     op = getattr(ir.ops, name)

@@ -152,6 +152,20 @@ def test_what_ends_in_codes_of_groups_is_one_visible_launch_that_writes_its_resu
     assert not tracer.environment.guards
 
 
+def test_what_ends_in_nvfp4_is_one_visible_launch_that_writes_its_results_only(tracer):
+    from irframework_triton_kernels import nvfp4
+
+    x, residual, weight, scale = tracer.rows(8, 4096), tracer.rows(8, 4096), tracer.fixed(4096), tracer.fixed(1)
+    scale, results = scale.float(), ["packed", "block_scale"]
+    assert tracer.written(nvfp4.quant_nvfp4, x, scale) == results
+    assert tracer.written(nvfp4.silu_and_mul_quant_nvfp4, x, scale) == results
+    assert tracer.written(lambda x, w, s: nvfp4.rms_norm_quant_nvfp4(x, w, s, 1e-6), x, weight, scale) == results
+    function = nvfp4.fused_add_rms_norm_quant_nvfp4
+    written = tracer.written(lambda *args: function(*args, 1e-6), x, residual, weight, scale)
+    assert written == ["packed", "residual", "block_scale"]
+    assert not tracer.environment.guards
+
+
 def test_attention_reads_its_caches_and_copies_none(kernels, tracer):
     from irframework_triton_kernels import decoding
 
@@ -277,6 +291,10 @@ def test_an_op_that_launches_early_has_the_outputs_of_the_other(kernels, tracer)
             "silu_and_mul_static_quant_fp8": (x, tracer.fixed(1).float()),
             "fused_add_rms_norm_group_quant_fp8": (x, x, None, 1e-6, 64, True, True),
             "gated_group_quant_fp8": (x, "silu", 128, False, False),
+            "quant_nvfp4": (x, tracer.fixed(1).float()),
+            "gated_quant_nvfp4": (x, "silu", tracer.fixed(1).float()),
+            "rms_norm_quant_nvfp4": (x, None, tracer.fixed(1).float(), 1e-6),
+            "fused_add_rms_norm_quant_nvfp4": (x, x, None, tracer.fixed(1).float(), 1e-6),
         }.items():
             both = [getattr(ops, prefix + name)(*args) for prefix in ("", "early_")]
             flat = [(out,) if isinstance(out, torch.Tensor) else out for out in both]

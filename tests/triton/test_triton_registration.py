@@ -49,6 +49,10 @@ OPS = (
     "silu_and_mul_group_quant_fp8",
     "rms_norm_group_quant_fp8",
     "fused_add_rms_norm_group_quant_fp8",
+    "quant_nvfp4",
+    "rms_norm_quant_nvfp4",
+    "fused_add_rms_norm_quant_nvfp4",
+    "silu_and_mul_quant_nvfp4",
     "all_reduce_rms_norm",
     "all_reduce_fused_add_rms_norm",
     "qk_norm_rotary_embedding",
@@ -279,6 +283,42 @@ def test_groups_of_something_else_are_refused_with_the_reason(impl, arguments, w
 )
 def test_fusing_something_else_with_a_quantisation_is_refused_with_the_reason(impl, name, arguments, why):
     assert why in reason(impl(name).supports_args(*arguments))
+
+
+ROWS, ONE = torch.ones(2, 32), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("quant_nvfp4", (ROWS.double(), ONE), "x is float64"),
+        ("quant_nvfp4", (X, ONE), "multiple of 16"),
+        ("quant_nvfp4", (torch.tensor(1.0), ONE), "the last dimension of x"),
+        ("quant_nvfp4", (torch.ones(32, 16).t(), ONE), "stride 1"),
+        ("quant_nvfp4", (ROWS, torch.ones(2)), "global_scale has shape (2,)"),
+        ("quant_nvfp4", (ROWS, ONE.double()), "global_scale is float64"),
+        ("silu_and_mul_quant_nvfp4", (torch.ones(2, 48), ONE), "multiple of 32"),
+        ("silu_and_mul_quant_nvfp4", (ROWS, ONE.half()), "global_scale is float16"),
+        ("rms_norm_quant_nvfp4", (X, W, ONE, 1e-6), "multiple of 16"),
+        ("rms_norm_quant_nvfp4", (ROWS, W, ONE, 1e-6), "weight has shape"),
+        ("rms_norm_quant_nvfp4", (ROWS, torch.ones(32).double(), ONE, 1e-6), "weight is float64"),
+        ("rms_norm_quant_nvfp4", (ROWS, None, torch.ones(2), 1e-6), "global_scale has shape (2,)"),
+        ("fused_add_rms_norm_quant_nvfp4", (ROWS, ROWS.half(), None, ONE, 1e-6), "x_residual is float16"),
+        ("fused_add_rms_norm_quant_nvfp4", (ROWS, ROWS[:1], None, ONE, 1e-6), "needs the shape of x"),
+        ("fused_add_rms_norm_quant_nvfp4", (X, X, None, ONE, 1e-6), "multiple of 16"),
+    ],
+)
+def test_making_nvfp4_of_something_else_is_refused_with_the_reason(impl, name, arguments, why):
+    assert why in reason(impl(name).supports_args(*arguments))
+
+
+def test_rows_of_whole_blocks_become_nvfp4(impl):
+    for x in (ROWS, ROWS.bfloat16(), torch.ones(16), torch.ones(3, 64)[:, 7:39], torch.ones(0, 48), torch.ones(3, 0)):
+        for scale in (ONE, torch.tensor(0.1), torch.ones(1, 1)):
+            assert impl("quant_nvfp4").supports_args(x, scale) is True
+            assert impl("rms_norm_quant_nvfp4").supports_args(x, None, scale, 1e-6) is True
+            assert impl("fused_add_rms_norm_quant_nvfp4").supports_args(x, x, None, scale, 1e-6) is True
+            assert impl("silu_and_mul_quant_nvfp4").supports_args(torch.cat((x, x), -1), scale) is True
 
 
 @pytest.mark.parametrize(

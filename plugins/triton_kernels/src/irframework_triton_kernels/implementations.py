@@ -1,7 +1,8 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
 Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `latent_decoding`, `normed_rotary`,
-`quantizations`, `routing`, `sums` and `written_out`. The kernels, and with them Triton, are imported at the first call.
+`nvfp4`, `quantizations`, `routing`, `sums` and `written_out`. The kernels, and with them Triton, are imported at the
+first call.
 """
 
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from irframework_triton_kernels import (
     gemma_norms,
     latent_decoding,
     normed_rotary,
+    nvfp4,
     quantizations,
     routing,
     sums,
@@ -365,6 +367,7 @@ def register(provider: str) -> None:
     written_out.register(add)
     quantizations.register(add)
     fused_quantizations.register(add)
+    nvfp4.register(add)
     gemma_norms.register(add)
     routing.register(add)
     decoding.register(add)

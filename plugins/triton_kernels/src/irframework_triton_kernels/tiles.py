@@ -21,6 +21,7 @@ _HEADS_TILE = 1024
 _WIDEST_WARP = 64  # threads, on AMD devices
 MANY_ROWS = 1024
 LONGEST_GROUP = 16384
+NVFP4_BLOCK = 16
 LONGEST_PART = _LONG_ROW_BLOCK  # of a row that is also summed: a group that is not in two tiles
 MOST_EXPERTS = 4096
 _EXPERTS_TILE = 512

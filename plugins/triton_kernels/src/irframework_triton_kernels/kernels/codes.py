@@ -15,6 +15,7 @@ STATIC = tl.constexpr(1)
 DYNAMIC = tl.constexpr(2)
 INT8 = tl.constexpr(3)  # under one of the row
 GROUPED = tl.constexpr(4)  # under one of each group of a row
+NVFP4 = tl.constexpr(5)  # see `block_codes`
 
 LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(1 / (448 * 512))

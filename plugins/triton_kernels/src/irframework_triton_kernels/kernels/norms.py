@@ -4,9 +4,11 @@
 import triton
 import triton.language as tl
 
+from irframework_triton_kernels.kernels.block_codes import stored_blocks
 from irframework_triton_kernels.kernels.codes import (
     DYNAMIC,
     GROUPED,
+    NVFP4,
     STATIC,
     largest_of,
     magnitudes,
@@ -70,7 +72,42 @@ def scaled(h, scale, w, x, has_weight: tl.constexpr):
 
 
 @triton.jit
-def _norm_rows(
+def _stored(
+    y,
+    start,
+    columns,
+    h,
+    inverse,
+    mask,
+    x,
+    code_scale,
+    row,
+    rows,
+    hidden,
+    batches,
+    global_scale,
+    codes: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    block: tl.constexpr,
+    group_size: tl.constexpr,
+    column_major: tl.constexpr,
+    power_of_two: tl.constexpr,
+):
+    """Stores a tile of rows, `block` normed values from `start` on, as `codes` says."""
+    if codes == GROUPED:
+        stored_groups(
+            y, start, h, mask, x, code_scale, row, rows, hidden, batches,
+            group_size, column_major, power_of_two, hardware, tile_rows, block,
+        )  # fmt: skip
+    elif codes == NVFP4:
+        stored_blocks(y, start, h, x, code_scale, global_scale, row, rows, hidden, tile_rows, block)
+    else:
+        stored(y, columns, h, inverse, mask, x, codes, hardware)
+
+
+@triton.jit
+def norm_rows(
     tile,
     x,
     x_residual,
@@ -97,8 +134,9 @@ def _norm_rows(
     group_size: tl.constexpr = 1,
     column_major: tl.constexpr = False,
     power_of_two: tl.constexpr = False,
+    global_scale=1.0,
 ):
-    """Norms the rows of one tile.
+    """Norms the rows of one tile. Of what follows `whole`, the first four are for groups, the last one is for NVFP4.
 
     A row is `block` elements and `tail` more, all in registers; if it is not whole, it is read again from `residual`
     (or x) for each of the passes: the sum of squares, the largest magnitude, the result.
@@ -106,7 +144,10 @@ def _norm_rows(
     row = tl.full((tile_rows, 1), tile_rows, tl.int64) * tile + tl.arange(0, tile_rows)[:, None]
     live = row < rows
     x += row * x_stride
-    y += row * hidden
+    if codes == NVFP4:
+        y += row * (hidden // 2)
+    else:
+        y += row * hidden
     if has_residual:
         x_residual += row * x_residual_stride
         residual += row * hidden
@@ -139,20 +180,15 @@ def _norm_rows(
             row_scale = scale_of(largest)
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
-        if codes == GROUPED:
-            stored_groups(
-                y, 0, h, mask, x, code_scale, row, rows, hidden, batches,
-                group_size, column_major, power_of_two, hardware, tile_rows, block,
+        _stored(
+            y, 0, columns, h, inverse, mask, x, code_scale, row, rows, hidden, batches, global_scale,
+            codes, hardware, tile_rows, block, group_size, column_major, power_of_two,
+        )  # fmt: skip
+        if tail:
+            _stored(
+                y, block, behind, h_behind, inverse, mask_behind, x, code_scale, row, rows, hidden, batches,
+                global_scale, codes, hardware, tile_rows, tail, group_size, column_major, power_of_two,
             )  # fmt: skip
-            if tail:
-                stored_groups(
-                    y, block, h_behind, mask_behind, x, code_scale, row, rows, hidden, batches,
-                    group_size, column_major, power_of_two, hardware, tile_rows, tail,
-                )  # fmt: skip
-        else:
-            stored(y, columns, h, inverse, mask, x, codes, hardware)
-            if tail:
-                stored(y, behind, h_behind, inverse, mask_behind, x, codes, hardware)
     else:
         squares = tl.zeros((tile_rows, block), tl.float32)
         for start in range(0, hidden if has_residual else variance_size, block):
@@ -180,13 +216,10 @@ def _norm_rows(
             mask = live & (at < hidden)
             h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
             h = scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
-            if codes == GROUPED:
-                stored_groups(
-                    y, start, h, mask, x, code_scale, row, rows, hidden, batches,
-                    group_size, column_major, power_of_two, hardware, tile_rows, block,
-                )  # fmt: skip
-            else:
-                stored(y, at, h, inverse, mask, x, codes, hardware)
+            _stored(
+                y, start, at, h, inverse, mask, x, code_scale, row, rows, hidden, batches, global_scale,
+                codes, hardware, tile_rows, block, group_size, column_major, power_of_two,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -219,12 +252,12 @@ def rms_norm_kernel(
         after_predecessor()
     if resident:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, tile_rows), tl.num_programs(0)):
-            _norm_rows(
+            norm_rows(
                 tile, x, x, weight, y, y, code_scale, rows, hidden, variance_size, x_stride, x_stride, epsilon,
                 False, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
             )  # fmt: skip
     else:
-        _norm_rows(
+        norm_rows(
             tl.program_id(0), x, x, weight, y, y, code_scale, rows, hidden, variance_size, x_stride, x_stride, epsilon,
             False, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
         )  # fmt: skip
@@ -264,13 +297,13 @@ def add_rms_norm_kernel(
         after_predecessor()
     if resident:
         for tile in tl.range(tl.program_id(0), tl.cdiv(rows, tile_rows), tl.num_programs(0)):
-            _norm_rows(
+            norm_rows(
                 tile, x, x_residual, weight, y, residual, code_scale, rows, hidden, variance_size, x_stride,
                 x_residual_stride, epsilon,
                 True, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
             )  # fmt: skip
     else:
-        _norm_rows(
+        norm_rows(
             tl.program_id(0), x, x_residual, weight, y, residual, code_scale, rows, hidden, variance_size, x_stride,
             x_residual_stride, epsilon,
             True, has_weight, partial, codes, hardware, tile_rows, block, tail, whole,
@@ -305,7 +338,7 @@ def rms_norm_groups_kernel(
     """`rms_norm(x, weight)` as codes, each group of a row under a scale of its own; scales as in `scale_place`."""
     if early:
         after_predecessor()
-    _norm_rows(
+    norm_rows(
         tl.program_id(0), x, x, weight, y, y, code_scale, rows, hidden, hidden, x_stride, x_stride, epsilon,
         False, has_weight, False, GROUPED, hardware, tile_rows, block, tail, whole,
         batches, group_size, column_major, power_of_two,
@@ -340,7 +373,7 @@ def add_rms_norm_groups_kernel(
     """`residual = x + x_residual`, and its norm as codes of groups; `residual` as in `add_rms_norm_kernel`."""
     if early:
         after_predecessor()
-    _norm_rows(
+    norm_rows(
         tl.program_id(0), x, x_residual, weight, y, residual, code_scale, rows, hidden, hidden, x_stride,
         x_residual_stride, epsilon,
         True, has_weight, False, GROUPED, hardware, tile_rows, block, tail, whole,

@@ -46,6 +46,13 @@ from irframework_triton_kernels.launch.norms import (
     rms_norm_dynamic_quant_fp8,
     rms_norm_static_quant_fp8,
 )
+from irframework_triton_kernels.launch.nvfp4 import (
+    fused_add_rms_norm_quant_nvfp4,
+    fused_add_rms_norm_quant_nvfp4_inplace,
+    gated_quant_nvfp4,
+    quant_nvfp4,
+    rms_norm_quant_nvfp4,
+)
 from irframework_triton_kernels.launch.rotary import qk_norm_rotary_embedding, rotary_embedding
 from irframework_triton_kernels.launch.rotate_half import apply_rotary_pos_emb
 from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
@@ -68,6 +75,8 @@ __all__ = [
     "fused_add_rms_norm_group_quant_fp8",
     "fused_add_rms_norm_group_quant_fp8_inplace",
     "fused_add_rms_norm_inplace",
+    "fused_add_rms_norm_quant_nvfp4",
+    "fused_add_rms_norm_quant_nvfp4_inplace",
     "fused_add_rms_norm_static_quant_fp8",
     "fused_add_rms_norm_static_quant_fp8_inplace",
     "fused_topk",
@@ -75,6 +84,7 @@ __all__ = [
     "gated_apart",
     "gated_by",
     "gated_group_quant_fp8",
+    "gated_quant_nvfp4",
     "gelu_and_mul_dynamic_quant_fp8",
     "gelu_and_mul_static_quant_fp8",
     "gemma_rms_norm",
@@ -82,10 +92,12 @@ __all__ = [
     "grouped_topk",
     "qk_norm_rotary_embedding",
     "qk_norm_rotary_embedding_reshape_and_cache_inplace",
+    "quant_nvfp4",
     "reshape_and_cache_inplace",
     "rms_norm",
     "rms_norm_dynamic_quant_fp8",
     "rms_norm_group_quant_fp8",
+    "rms_norm_quant_nvfp4",
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
     "rotary_embedding_reshape_and_cache_inplace",
