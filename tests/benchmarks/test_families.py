@@ -58,9 +58,11 @@ def test_plain_torch_writes_what_the_op_returns(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_the_kernel_for_gpus_takes_every_call(name: str) -> None:
-    pytest.importorskip("irframework_triton_kernels", reason="the plugin is not installed")
+    impls = getattr(ir.ops, FAMILIES[name].op).impls
+    if "triton" not in ir.ops.rms_norm.impls:
+        pytest.skip("the plugin is not installed")
     for tokens in {1, 300 if 2048 in FAMILIES[name].tokens else 3}:
-        assert getattr(ir.ops, FAMILIES[name].op).impls["triton"].accepts(made(name, tokens)) is True
+        assert impls["triton"].accepts(made(name, tokens)) is True
 
 
 def test_a_cache_that_is_written_to_is_not_among_the_bytes_that_are_read() -> None:
