@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import irframework as ir
 
 pytest.importorskip("triton", reason="triton is not installed")
 BF16 = torch.bfloat16
@@ -164,6 +170,65 @@ def test_what_ends_in_nvfp4_is_one_visible_launch_that_writes_its_results_only(t
     written = tracer.written(lambda *args: function(*args, 1e-6), x, residual, weight, scale)
     assert written == ["packed", "residual", "block_scale"]
     assert not tracer.environment.guards
+
+
+NVFP4 = tuple(f"{first}_quant_nvfp4" for first in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"))
+
+
+@pytest.fixture
+def nvfp4_anywhere():
+    """The kernels that end in NVFP4, on the conditions of `triton`, by a provider that is also for the CPU."""
+    from irframework_triton_kernels import nvfp4
+
+    def add(fn, conditions, inplace=None):
+        functional = fn if inplace else None
+        decorate = getattr(ir.ops, fn.__name__).register_impl(
+            "anywhere", supports_args=conditions, inplace=inplace is not None, functional=functional
+        )
+        decorate(inplace or fn)
+
+    nvfp4.register(add)
+    try:
+        with ir.priority({name: "anywhere" if name in NVFP4 else "native" for name in ir.ops.__all__}):
+            yield
+    finally:
+        for name in ("quant_nvfp4", *NVFP4):
+            getattr(ir.ops, name).unregister_impl("anywhere")
+
+
+@pytest.mark.usefixtures("nvfp4_anywhere")
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, BF16, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16, torch.float64])
+def test_norms_and_gates_in_front_of_nvfp4_become_launches_of_the_fused_kernels(tracer, dtype, weight_dtype):
+    lowered = []
+
+    def keep(graph, arguments):
+        lowered.extend(ir.compiler.lower(graph, arguments, inference=True).graph.nodes)
+        return make_boxed_func(lambda *_: wanted)  # no kernel runs here
+
+    def step(x, residual, gate, weight, whole):
+        y, total = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+        return (
+            *ir.ops.quant_nvfp4(ir.ops.rms_norm(x, weight, 1e-6), whole),
+            *ir.ops.quant_nvfp4(y, whole),
+            total,
+            *ir.ops.quant_nvfp4(ir.ops.silu_and_mul(gate), whole),
+        )
+
+    torch._dynamo.reset()
+    weight = None if weight_dtype is None else torch.ones(64, dtype=weight_dtype)
+    rows = [torch.ones(2, 3, size, dtype=dtype) for size in (64, 64, 128)]
+    with torch.no_grad():
+        wanted = step(*rows, weight, torch.ones(1))
+        backend = aot_autograd(fw_compiler=keep, decompositions=select_decomp_table())
+        torch.compile(step, backend=backend, fullgraph=True)(*rows, weight, torch.ones(1))
+    launch = torch.ops.higher_order.triton_kernel_wrapper_functional
+    names = [
+        kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).fn.__name__ for node in lowered if node.target is launch
+    ]
+    taken = dtype != torch.float64  # which the kernels do not take
+    assert ir.last_report().fusions == (dict.fromkeys(NVFP4, 1) if taken else {})
+    assert sorted(names) == (["add_rms_norm_nvfp4_kernel", "nvfp4_kernel", "rms_norm_nvfp4_kernel"] if taken else [])
 
 
 def test_attention_reads_its_caches_and_copies_none(kernels, tracer):
