@@ -211,19 +211,29 @@ def test_a_process_without_rows_for_a_program_still_signals():
     assert (group.signals(1)[:PROGRAMS, 0] == 1).all()
 
 
-def calls(rank: int, size: int, path: str, count: int) -> list[list[Tensor]]:
-    """Sums of changing shapes and values, each process at its own pace."""
+COUNT, ROOM = 15, 6 * 32 * 4
+
+
+def work(rank: int, path: str) -> dict[str, list[Tensor]]:
+    """What a process does, in memory that it shares with the other one."""
     from irframework_triton_kernels.launch import sums
 
     sums.PROGRAMS = PROGRAMS
-    capacity = 6 * 32 * 4
-    each = bytes_of(size, capacity)
-    whole = torch.from_file(path, shared=True, size=size * each, dtype=torch.uint8)
-    memory = laid_out([whole.data_ptr() + each * other for other in range(size)], rank, capacity, CPU)
+    each = bytes_of(2, ROOM)
+    whole = torch.from_file(path, shared=True, size=2 * each, dtype=torch.uint8)
+    memory = laid_out([whole.data_ptr() + each * other for other in range(2)], rank, ROOM, CPU)
+    sums.memory_of = lambda group: memory
+    return {"calls": calls(rank, memory), **compiled(rank)}
+
+
+def calls(rank: int, memory: shared_memory.SharedMemory) -> list[Tensor]:
+    """Sums of changing shapes and values, each process at its own pace."""
+    from irframework_triton_kernels.launch import sums
+
     pace, found = dice.Random(rank), []
-    for call in range(count):
+    for call in range(COUNT):
         rows, hidden = 1 + call % 6, (32, 8, 24)[call % 3]
-        x = torch.full((rows, hidden), float(call * size + rank))
+        x = torch.full((rows, hidden), float(call * 2 + rank))
         y, residual = torch.empty_like(x), torch.empty_like(x)
         if pace.random() < 0.3:
             time.sleep(0.01 * pace.random())
@@ -232,15 +242,55 @@ def calls(rank: int, size: int, path: str, count: int) -> list[list[Tensor]]:
     return found
 
 
-def test_processes_at_any_pace_add_up_what_belongs_together():
-    size = 2
+def compiled(rank: int) -> dict[str, list[Tensor]]:
+    """A program that Inductor compiles for any number of rows, with what is registered as if this were a GPU."""
+    from irframework_triton_kernels import sums
+
+    names = ("all_reduce_rms_norm", "all_reduce_fused_add_rms_norm")
+    for name in names:
+        getattr(ir.ops, name).register_impl("stand_in")(getattr(sums, name))
+    others = [name for name in ir.ops.__all__ if getattr(ir.ops, name).fuse and name not in names]
+    ir.configure(ir.KernelConfig(disable_fusions=others))
+    group, found = torch.distributed.group.WORLD.group_name, {}
+
+    def program(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, residual = ir.ops.fused_add_rms_norm(ir.ops.all_reduce(x, group), residual, weight, 1e-5)
+        total = ir.ops.all_reduce(y, group)
+        return ir.ops.rms_norm(total, weight, 1e-5), total, residual
+
+    run = torch.compile(program, backend="irframework", fullgraph=True, dynamic=True)
+    with torch.no_grad(), ir.priority(dict.fromkeys(names, "stand_in")):
+        for rows in (3, 6, 9):  # there is room for 6
+            given = random(rows, 32, seed=rank), random(rows, 32, seed=7), random(32)
+            found[f"compiled {rows}"] = list(run(*given))
+            found[f"eager {rows}"] = list(program(*given))
+    found["fusions"] = ir.last_report().fusions
+    return found
+
+
+@pytest.fixture(scope="module")
+def done():
     with tempfile.TemporaryDirectory() as place:
         path = Path(place, "memory")
-        path.write_bytes(bytes(size * bytes_of(size, 6 * 32 * 4)))
-        done = run_in_processes(calls, size, str(path), 30, size=size)
+        path.write_bytes(bytes(2 * bytes_of(2, ROOM)))
+        return run_in_processes(work, str(path))
+
+
+def test_processes_at_any_pace_add_up_what_belongs_together(done):
     for found in done:
-        for call, total in enumerate(found):
-            assert total.unique().tolist() == [sum(call * size + rank for rank in range(size))], call
+        for call, total in enumerate(found["calls"]):
+            assert total.unique().tolist() == [4 * call + 1], call
+
+
+def test_a_compiled_program_computes_what_its_parts_compute(done):
+    for found in done:
+        assert found["fusions"] == {"all_reduce_rms_norm": 1, "all_reduce_fused_add_rms_norm": 1}
+        for rows in (3, 6, 9):
+            for one, other, there in zip(
+                found[f"compiled {rows}"], found[f"eager {rows}"], done[0][f"compiled {rows}"], strict=True
+            ):
+                assert torch.equal(one, there)
+                torch.testing.assert_close(one, other)
 
 
 # --- the ops ---------------------------------------------------------------------------------------------------------
