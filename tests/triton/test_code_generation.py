@@ -93,12 +93,6 @@ def nvfp4(kernel: str, hidden: int, has_weight: bool = True) -> Case:
     return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("codes", "resident")})
 
 
-def summed(hidden: int, codes: int, **more: Any) -> Case:
-    """A norm of a sum over processes."""
-    whole = rows("sum_norm_kernel", hidden, codes, hardware=True, **more)
-    return replace(whole, constants={k: v for k, v in whole.constants.items() if k not in ("tail", "resident")})
-
-
 def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
     """A kernel that reduces rows, with the tile it has for rows of a length."""
     from irframework_triton_kernels import tiles
@@ -375,7 +369,6 @@ ONES = {
     "shares_kernel": ("shares", "heads", "value_size"),
     "latent_kernel": ("batch", "table_width", "blocks", "query_stride", "rope_head_stride", "table_stride", "shares"),
     "tensor_codes_kernel": ("length", "x_stride"),
-    "sum_norm_kernel": ("hidden", "x_stride", "x_residual_stride"),
     "nvfp4_kernel": ("x_stride",),
     "rms_norm_nvfp4_kernel": ("x_stride",),
     "add_rms_norm_nvfp4_kernel": ("x_stride", "x_residual_stride"),
