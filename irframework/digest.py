@@ -44,6 +44,7 @@ def digest_of(impl: "IrOpImpl") -> str:
         digest_function(impl.fn, packaged=packaged),
         digest_function(impl.functional.fn, packaged=packaged) if impl.functional is not None else "",
         *(digest_function(predicate, packaged=packaged) for predicate in impl.predicates),
+        digest_function(impl.compiled_where, packaged=packaged) if impl.compiled_where is not None else "",
     ]
     entry = entry_of(impl.plugin) if impl.plugin is not None else None
     if entry is not None:

@@ -7,16 +7,17 @@ it, lowering asks it on fake tensors, `explain` and the command line show it. Do
 
 import logging
 import numbers
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from irframework import bisecting, codegen, symbolic
-from irframework.decision import Candidate, Decision
+from irframework.decision import Candidate, Decision, Rejected
 from irframework.errors import ArgumentError, DeviceMismatchError, PredicateGuardError
 from irframework.notices import say_once
+from irframework.predicates import answer_of
 from irframework.priority import entries_for
 from irframework.settings import effective
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
+
+DEFAULTS = ("platform default", "registered")  # origins of providers that no user named
 _NOT_INVARIANT = "not declared batch invariant, and batch-invariant mode is on"
 
 
@@ -55,6 +59,8 @@ def resolve(op: "IrOp", args: tuple[Any, ...], mode: str = "eager", stop_at_firs
     for entry in entries_for(op, device, mode):
         impl = op.registered[entry.provider]
         reason = why_never(impl, device) or why_not_now(impl, args)
+        if reason is None and mode == "inductor" and entry.origin in DEFAULTS:
+            reason = why_left_to_the_compiler(impl, args)
         accepted = reason is None
         if accepted and chosen is not None:
             candidates.append(Candidate(entry.provider, True, f"{chosen.provider} comes first", entry.origin))
@@ -131,10 +137,29 @@ def why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
     Raises:
         PredicateGuardError: Its predicate looked at a symbolic size.
     """
+    answer = _without_guards(impl, args, impl.accepts)
+    return None if answer is True else answer.reason if isinstance(answer, Rejected) else "no"
+
+
+def why_left_to_the_compiler(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
+    """Why compiled code makes its own of a call that an implementation would take, or None: it is given to it.
+
+    Raises:
+        PredicateGuardError: `compiled_where` of the implementation looked at a symbolic size.
+    """
+    where = impl.compiled_where
+    if where is None or effective("batch_invariant"):  # then one choice counts for every batch size
+        return None
+    answer = _without_guards(impl, args, lambda args: answer_of(where, impl.op.named(args), "compiled_where"))
+    return None if answer is None else answer.reason
+
+
+def _without_guards(impl: "IrOpImpl", args: tuple[Any, ...], ask: Callable[[tuple[Any, ...]], _Answer]) -> _Answer:
+    """Ask a predicate of an implementation, which must not look at symbolic sizes."""
     environment = symbolic.shape_env_of(args)
     guards = symbolic.guard_count(environment)
     try:
-        answer = impl.accepts(args)
+        answer = ask(args)
     except Exception as error:
         if symbolic.is_guard_error(error):
             raise PredicateGuardError(_guard_message(impl, str(error))) from error
@@ -142,7 +167,7 @@ def why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
     guard = symbolic.size_guard(environment, guards, args)
     if guard is not None:
         raise PredicateGuardError(_guard_message(impl, guard))
-    return None if answer is True else answer.reason if answer is not False else "no"
+    return answer
 
 
 def _guard_message(impl: "IrOpImpl", guard: str) -> str:

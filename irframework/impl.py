@@ -26,13 +26,14 @@ from irframework.errors import (
     UnknownProviderError,
     suggest,
 )
+from irframework.predicates import RAISED, answer_of
 from irframework.registry import find_op
 from irframework.support import Support
 
 if TYPE_CHECKING:
     from irframework.op import IrOp
 
-PREDICATE_RAISED = "supports_args raised"  # how the reason of such a rejection begins
+PREDICATE_RAISED = f"supports_args {RAISED}"  # how the reason of such a rejection begins
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -48,6 +49,7 @@ class IrOpImpl:
         device_types: Device types it runs on; None means any that holds data.
         batch_invariant: Whether a row's result does not depend on the other rows.
         checks_values, checks_tensors: What it refuses itself: see `IrOp.register_impl`.
+        compiled_where: Which calls compiled code gives it unasked, or None: all.
         plugin: The plugin that registered it, or None.
         source: `file:line` of the function.
         proven: One call was made with all checks; only then a dispatcher calls it directly.
@@ -63,6 +65,7 @@ class IrOpImpl:
     batch_invariant: bool = False
     checks_values: bool = False
     checks_tensors: bool = False
+    compiled_where: Predicate | None = None
     plugin: str | None = None
     source: str = ""
     checks: tuple[Check, ...] = ()
@@ -157,19 +160,9 @@ class IrOpImpl:
         if reason is not None:
             return Rejected(reason)
         for predicate in self.predicates:
-            known = inspect.signature(predicate).parameters
-            positional, keywords = _split(predicate, {n: v for n, v in named.items() if n in known})
-            try:
-                answer = predicate(*positional, **keywords)
-                accepted = bool(answer)
-            except Exception as error:
-                if symbolic.is_guard_error(error):
-                    raise
-                return Rejected(f"{PREDICATE_RAISED} {type(error).__name__}: {error}")
-            if isinstance(answer, Rejected):
-                return answer
-            if not accepted:
-                return Rejected("supports_args said no")
+            rejected = answer_of(predicate, named, "supports_args")
+            if rejected is not None:
+                return rejected
         return True
 
     def apply(self, args: tuple[Any, ...]) -> Any:
@@ -194,15 +187,6 @@ def _registered(op: str, provider: str) -> "IrOpImpl":
     if provider not in impls:
         raise UnknownProviderError(f"Op {op!r}: provider {provider!r} is not here.{suggest(provider, impls)}")
     return impls[provider]
-
-
-def _split(fn: Callable[..., Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Pass positionally what can be: predicates may be C functions, or lambdas with other ideas of keywords."""
-    keyword_only = {
-        p.name for p in inspect.signature(fn).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    positional = [value for name, value in named.items() if name not in keyword_only]
-    return positional, {name: value for name, value in named.items() if name in keyword_only}
 
 
 def check_provider(op: "IrOp", provider: object) -> None:

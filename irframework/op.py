@@ -32,6 +32,7 @@ from irframework.impl import (
     place_of,
 )
 from irframework.maybe_inplace import MaybeInplace
+from irframework.predicates import check_compiled_where
 from irframework.registry import find_op, load_plugins, registry
 from irframework.spellings import with_spelling
 from irframework.support import Answer, Support
@@ -160,6 +161,7 @@ class IrOp:
         batch_invariant: bool = False,
         checks_values: bool = False,
         checks_tensors: bool = False,
+        compiled_where: Predicate | None = None,
     ) -> Callable[[Callable[..., Any]], IrOpImpl]:
         """Register a provider's implementation of this op (a decorator).
 
@@ -180,6 +182,9 @@ class IrOp:
                 need not look first.
             checks_tensors: The same of tensors that overlap one that it overwrites, or that differ where `same_shape`
                 wants them alike: it raises before it writes anything, and the call goes on as if it had been asked.
+            compiled_where: Which calls compiled code gives to it where nobody names the provider: a function of some of
+                the op's parameters that answers as `supports_args` does. What the compiler makes of native may cost
+                less than calling a kernel. It may look at all sizes that are ints; batch-invariant mode does not ask.
 
         Returns:
             A decorator that returns the `IrOpImpl`.
@@ -202,6 +207,7 @@ class IrOp:
             checks_values=checks_values,
             checks_tensors=checks_tensors,
         )
+        check_compiled_where(self, provider, compiled_where)
 
         def decorate(fn: Callable[..., Any]) -> IrOpImpl:
             impl = self._make_impl(provider, fn, supports_args)
@@ -210,6 +216,7 @@ class IrOp:
             impl.batch_invariant = batch_invariant
             impl.checks_values, impl.checks_tensors = checks_values, checks_tensors
             impl.support = support
+            impl.compiled_where = compiled_where
             if functional is not None:
                 check_functional(impl, functional)
                 impl._functional_fn = functional

@@ -250,6 +250,7 @@ def _obstacle(op: IrOp, impl: IrOpImpl, device: str, mode: str) -> str | None:
         if entry.provider == impl.provider:
             return None
         other = op.impls[entry.provider]
-        if why_never(other, device) is None and not (other.checks or other.predicates or other.missing):
+        asked = other.checks or other.predicates or other.missing or (mode != "eager" and other.compiled_where)
+        if why_never(other, device) is None and not asked:
             return f"{entry.provider} stands before it ({entry.origin}) and takes every call on {device}"
     return "the list ends before it"

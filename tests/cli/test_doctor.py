@@ -124,6 +124,16 @@ def test_an_implementation_behind_one_that_takes_every_call(process: Process, di
     assert "aaa stands before it" in notes(document)["rms_norm:zzz"]
 
 
+def test_an_implementation_behind_one_that_compiled_code_may_do_without(
+    process: Process, distribution: Distribution
+) -> None:
+    more = ", compiled_where=lambda x: x.dim() == 2"
+    distribution("aaa-first", IMPLEMENTATION.format(provider="aaa", more=more))
+    distribution("zzz-last", IMPLEMENTATION.format(provider="zzz", more=""))
+    document = doctor(process, IRFRAMEWORK_PLUGINS="aaa-first,zzz-last")[1]
+    assert "stands before it" not in notes(document)["rms_norm:zzz"]
+
+
 def test_an_implementation_for_another_device_is_noted(process: Process, distribution: Distribution) -> None:
     distribution("good", IMPLEMENTATION.format(provider="good", more=', device_types=("xpu",)'))
     document = doctor(process)[1]

@@ -64,6 +64,13 @@ def test_condition_that_looks_at_the_batch_is_an_error_too(declare):
         decide(op, symbolic(ShapeEnv(), 5))
 
 
+def test_what_compiled_code_is_asked_for_must_not_look_at_a_symbolic_batch(declare):
+    op = declare()
+    op.register_impl("curious", compiled_where=lambda x: x.shape[0] > 4)(lambda x, weight=None, epsilon=1e-6: x)
+    with pytest.raises(errors.PredicateGuardError, match="curious"):
+        decide(op, symbolic(ShapeEnv(), 5, 16))
+
+
 @pytest.mark.skipif(not hasattr(ShapeEnv, "error_on_new_guards"), reason="torch 2.11 cannot freeze a shape environment")
 def test_frozen_shape_environment_is_not_taken_for_a_rejection(declare):
     op, env = declare(), ShapeEnv()
