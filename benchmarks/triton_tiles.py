@@ -46,6 +46,10 @@ OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "fused_add_rms_norm_static_quant_fp8": ("fused_add_rms_norm_static_quant_fp8", (), "add_norm"),
     "static_quant_fp8": ("static_quant_fp8", (), "elements"),
     "dynamic_quant_fp8": ("dynamic_quant_fp8", (), "codes"),
+    "quant_nvfp4": ("quant_nvfp4", (), "elements"),
+    "silu_and_mul_quant_nvfp4": ("gated_quant_nvfp4", ("silu",), "elements"),
+    "rms_norm_quant_nvfp4": ("rms_norm_quant_nvfp4", (), "norm"),
+    "fused_add_rms_norm_quant_nvfp4": ("fused_add_rms_norm_quant_nvfp4", (), "add_norm"),
 }
 LARGE = 2048  # rows from which on the floor counts; below, an empty kernel
 

@@ -213,7 +213,7 @@ def test_codes_are_made_of_values_that_are_rounded_as_the_unfused_ops_round(kern
 
 OPCHECKS = {
     "quant_nvfp4": (random(3, 32), WHOLE),
-    "gated_quant_nvfp4": (random(3, 32), "silu", WHOLE),
+    "gated_quant_nvfp4": (random(3, 32), WHOLE, "silu"),
     "rms_norm_quant_nvfp4": (random(3, 32), random(32), WHOLE, EPSILON),
     "fused_add_rms_norm_quant_nvfp4": (random(3, 32), random(3, 32, seed=2), None, WHOLE, EPSILON),
     "fused_add_rms_norm_quant_nvfp4_": (random(3, 32), random(3, 32, seed=2), None, WHOLE, EPSILON),

@@ -214,7 +214,7 @@ def test_nothing_is_launched_for_no_rows(device, launch):
     launch.fused_add_rms_norm_group_quant_fp8(rows(3, 0), rows(3, 0), None, 1e-6, 128, True, False)
     launch.gated_group_quant_fp8(rows(3, 0), "silu", 128, False, False)
     launch.quant_nvfp4(rows(0, 128), torch.ones(1))
-    launch.gated_quant_nvfp4(rows(3, 0), "silu", torch.ones(1))
+    launch.gated_quant_nvfp4(rows(3, 0), torch.ones(1), "silu")
     launch.rms_norm_quant_nvfp4(rows(3, 0), None, torch.ones(1), 1e-6)
     launch.fused_add_rms_norm_quant_nvfp4(rows(3, 0), rows(3, 0), None, torch.ones(1), 1e-6)
     assert not device.launches
@@ -277,7 +277,7 @@ def test_every_kernel_is_loaded_early_where_the_device_can(device, launch):
         launch.fused_add_rms_norm_group_quant_fp8(x, x, weight, 1e-6, 64, False, False)
         launch.gated_group_quant_fp8(x, "silu", 64, False, False)
         launch.quant_nvfp4(x, scale)
-        launch.gated_quant_nvfp4(x, "silu", scale)
+        launch.gated_quant_nvfp4(x, scale, "silu")
         launch.rms_norm_quant_nvfp4(x, weight, scale, 1e-6)
         launch.fused_add_rms_norm_quant_nvfp4(x, x, weight, scale, 1e-6)
         launch.rotary_embedding(torch.zeros(4, dtype=torch.int64), x, None, torch.zeros(8, 64), 64, True)

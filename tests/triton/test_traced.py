@@ -357,7 +357,7 @@ def test_an_op_that_launches_early_has_the_outputs_of_the_other(kernels, tracer)
             "fused_add_rms_norm_group_quant_fp8": (x, x, None, 1e-6, 64, True, True),
             "gated_group_quant_fp8": (x, "silu", 128, False, False),
             "quant_nvfp4": (x, tracer.fixed(1).float()),
-            "gated_quant_nvfp4": (x, "silu", tracer.fixed(1).float()),
+            "gated_quant_nvfp4": (x, tracer.fixed(1).float(), "silu"),
             "rms_norm_quant_nvfp4": (x, None, tracer.fixed(1).float(), 1e-6),
             "fused_add_rms_norm_quant_nvfp4": (x, x, None, tracer.fixed(1).float(), 1e-6),
         }.items():

@@ -19,7 +19,7 @@ def quant_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def silu_and_mul_quant_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """See `irframework.ops.silu_and_mul_quant_nvfp4`."""
-    pair: tuple[Tensor, Tensor] = launches().gated_quant_nvfp4(x, "silu", global_scale)
+    pair: tuple[Tensor, Tensor] = launches().gated_quant_nvfp4(x, global_scale, "silu")
     return pair
 
 

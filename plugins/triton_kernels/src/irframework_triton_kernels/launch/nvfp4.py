@@ -57,7 +57,7 @@ def quant_nvfp4(x: Tensor, global_scale: Tensor, tile: Tile | None = None) -> tu
 
 @torch_op()
 def gated_quant_nvfp4(
-    x: Tensor, activation: str, global_scale: Tensor, tile: Tile | None = None
+    x: Tensor, global_scale: Tensor, activation: str, tile: Tile | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gate rows, `[..., 2 * hidden]`, and quantise them; `activation` as in `gated`."""
     return _blocks(x, global_scale, ACTIVATIONS[activation], tile)
