@@ -39,6 +39,8 @@ from irframework.ops.fused_block_quantization import (
 from irframework.ops.fused_collectives import (
     all_gather_linear,
     all_reduce_fused_add_rms_norm,
+    all_reduce_fused_add_rms_norm_dynamic_quant_fp8,
+    all_reduce_fused_add_rms_norm_static_quant_fp8,
     all_reduce_rms_norm,
     linear_reduce_scatter,
 )
@@ -85,6 +87,8 @@ __all__ = [
     "all_gather_linear",
     "all_reduce",
     "all_reduce_fused_add_rms_norm",
+    "all_reduce_fused_add_rms_norm_dynamic_quant_fp8",
+    "all_reduce_fused_add_rms_norm_static_quant_fp8",
     "all_reduce_rms_norm",
     "apply_rotary_emb",
     "apply_rotary_pos_emb",

@@ -12,8 +12,13 @@ from torch import Tensor
 from irframework.conditions import supports
 from irframework.declaration import register_op
 from irframework.ops.collectives import all_gather, all_reduce, reduce_scatter
+from irframework.ops.fused_quantization import (
+    fused_add_rms_norm_dynamic_quant_fp8,
+    fused_add_rms_norm_static_quant_fp8,
+)
 from irframework.ops.layernorm import fused_add_rms_norm, rms_norm
 from irframework.ops.projection import linear
+from irframework.ops.quantization import allow_one_code, check_scale_values, scales
 
 _ALONE = ""
 
@@ -62,6 +67,64 @@ def all_reduce_fused_add_rms_norm(
     """
     pair: tuple[Tensor, Tensor] = fused_add_rms_norm.native(all_reduce(x, group), x_residual, weight, epsilon)
     return pair
+
+
+@register_op(allow_inplace=True, fuse=True)
+def all_reduce_fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """Add up rows over the processes of a group, add a residual, norm the sum and quantise the norm.
+
+    `q, r = fused_add_rms_norm_static_quant_fp8(all_reduce(x, group), x_residual, weight, scale, epsilon)`.
+
+    Args:
+        x: Rows, `[..., hidden]`, floating point; the same shape and dtype in every process. Given away by
+            `maybe_inplace`.
+        x_residual: Like x, and the same in every process. Given away by `maybe_inplace`.
+        weight: Scale of the norm, `[hidden]`, or None.
+        scale: Scale of the codes, one float32 number.
+        epsilon: Added to the mean square.
+        group: Name of a process group; the empty name for this process alone.
+
+    Returns:
+        `(q, r)`: the codes, `[..., hidden]` in float8_e4m3fn, and the sum, like x.
+
+    Raises:
+        ArgumentError: As `all_reduce` and `fused_add_rms_norm_static_quant_fp8`.
+    """
+    pair: tuple[Tensor, Tensor] = fused_add_rms_norm_static_quant_fp8.native(
+        all_reduce(x, group), x_residual, weight, scale, epsilon
+    )
+    return pair
+
+
+@register_op(allow_inplace=True, fuse=True)
+def all_reduce_fused_add_rms_norm_dynamic_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up rows over the processes of a group, add a residual, norm the sum and quantise each row of the norm.
+
+    `q, scale, r = fused_add_rms_norm_dynamic_quant_fp8(all_reduce(x, group), x_residual, weight, epsilon)`.
+
+    Args:
+        x: Rows, `[..., hidden]`, floating point; the same shape and dtype in every process. Given away by
+            `maybe_inplace`.
+        x_residual: Like x, and the same in every process. Given away by `maybe_inplace`.
+        weight: Scale of the norm, `[hidden]`, or None.
+        epsilon: Added to the mean square.
+        group: Name of a process group; the empty name for this process alone.
+
+    Returns:
+        `(q, scale, r)`: the codes, `[..., hidden]` in float8_e4m3fn, their scales, `[..., 1]` in float32, and the sum,
+        like x.
+
+    Raises:
+        ArgumentError: As `all_reduce` and `fused_add_rms_norm_dynamic_quant_fp8`.
+    """
+    outputs: tuple[Tensor, Tensor, Tensor] = fused_add_rms_norm_dynamic_quant_fp8.native(
+        all_reduce(x, group), x_residual, weight, epsilon
+    )
+    return outputs
 
 
 @register_op(fuse=supports(ndim={"x": 2}))
@@ -125,6 +188,29 @@ def _normed_residual_sums(shape: tuple[int, ...], **options: Any) -> Iterator[tu
     residual = torch.randn(shape, **options)
     for x, *rest in _normed_sums(shape, **options):
         yield x, residual, *rest
+
+
+@all_reduce_fused_add_rms_norm_static_quant_fp8.register_input_generator
+def _static_quantised_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Iterator[tuple[Any, ...]]:
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    for (x, residual, weight, epsilon, group), scale in zip(
+        _normed_residual_sums(shape, **options), scales(device), strict=False
+    ):
+        yield x, residual, weight, scale, epsilon, group
+
+
+@all_reduce_fused_add_rms_norm_dynamic_quant_fp8.register_input_generator
+def _dynamic_quantised_sums(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:
+    yield from _normed_residual_sums(shape, **options)
+
+
+@all_reduce_fused_add_rms_norm_static_quant_fp8.register_value_check
+def _check_scale_values(scale: Tensor) -> None:
+    check_scale_values("all_reduce_fused_add_rms_norm_static_quant_fp8", "scale", scale)
+
+
+allow_one_code(all_reduce_fused_add_rms_norm_static_quant_fp8)
+allow_one_code(all_reduce_fused_add_rms_norm_dynamic_quant_fp8)
 
 
 def _products(shape: tuple[int, ...], **options: Any) -> Iterator[tuple[Any, ...]]:

@@ -26,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # One row, several for a program, short and odd rows, rows that are not kept in registers; more than there is room for.
 SHAPES = ((1, 4096), (16, 4096), (300, 96), (3, 129), (2, 3, 640), (1, 17000), (0, 64), (64, 4096))
 NAMES = ("all_reduce_rms_norm", "all_reduce_fused_add_rms_norm")
+STATIC, DYNAMIC = (f"{NAMES[1]}_{kind}_quant_fp8" for kind in ("static", "dynamic"))
 
 
 def given(seed, *shape, dtype=torch.float32):
@@ -59,7 +60,9 @@ def begin():
 
 
 def values(rank):
-    name = begin()
+    from irframework_triton_kernels import launch
+
+    name, scale = begin(), torch.full((1,), 0.03, device="cuda")
     found = {}
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -71,14 +74,29 @@ def values(rank):
                     given(8, shape[-1], dtype=dtype),
                 )
             )
-            with ir.priority(dict.fromkeys(NAMES, "triton")):
+            with ir.priority(dict.fromkeys((*NAMES, STATIC, DYNAMIC), "triton")):
                 sums = ir.ops.all_reduce_rms_norm(x, None, EPSILON, name)
                 added = ir.ops.all_reduce_fused_add_rms_norm(x, residual, weight, EPSILON, name)
+                static = getattr(ir.ops, STATIC)(x, residual, weight, scale, EPSILON, name)
+                dynamic = getattr(ir.ops, DYNAMIC)(x, residual, weight, EPSILON, name)
                 chosen = {op.dispatch(*arguments).provider for op, arguments in (
                     (ir.ops.all_reduce_rms_norm, (x, None, EPSILON, name)),
                     (ir.ops.all_reduce_fused_add_rms_norm, (x, residual, weight, EPSILON, name)),
+                    (getattr(ir.ops, STATIC), (x, residual, weight, scale, EPSILON, name)),
+                    (getattr(ir.ops, DYNAMIC), (x, residual, weight, EPSILON, name)),
                 )}  # fmt: skip
-            found[shape, dtype] = [each.cpu() for each in (*sums, *added)], chosen
+            # A sum of two numbers has one rounding, so NCCL's has the same bits; and so has what comes behind it.
+            total = ir.ops.all_reduce.native(x, name)
+            apart = [
+                *launch.fused_add_rms_norm(total, residual, weight, EPSILON, None),
+                *launch.fused_add_rms_norm_static_quant_fp8(total, residual, weight, scale, EPSILON),
+                *launch.fused_add_rms_norm_dynamic_quant_fp8(total, residual, weight, EPSILON),
+            ]
+            same = [
+                torch.equal(one.float(), other.float())
+                for one, other in zip((*added, *static, *dynamic), apart, strict=True)
+            ]
+            found[shape, dtype] = [each.cpu() for each in (*sums, *added)], chosen, same
     return found
 
 
@@ -122,7 +140,7 @@ def graphs(rank, dtype, replays):
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph, results, eager = torch.cuda.CUDAGraph(), [], []
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
         outputs = run()
     for call, (one, other) in enumerate(inputs):
         x.copy_(one)
@@ -177,8 +195,9 @@ def test_values_are_those_of_float64_and_equal_in_both_processes():
     done = run_in_processes(values, backend="nccl", seconds=SECONDS)
     for shape in SHAPES:
         for dtype in DTYPES:
-            (first, chosen), (other, _) = (each[shape, dtype] for each in done)
+            (first, chosen, same), (other, *_) = (each[shape, dtype] for each in done)
             assert chosen == {"triton"}
+            assert all(same), (shape, dtype, same)
             for one, another in zip(first, other, strict=True):
                 assert torch.equal(one, another), (shape, dtype)
             y, total, z, residual = first

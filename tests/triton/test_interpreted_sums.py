@@ -153,6 +153,26 @@ def test_it_is_what_the_kernels_of_the_parts_make(launch):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("hidden", [320, 16387])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_codes_are_those_of_the_kernels_of_the_parts(launch, monkeypatch, hidden, dtype):
+    from irframework_triton_kernels.launch import sums
+
+    xs, weight, scale = parts(2, 3, hidden, dtype=dtype), random(hidden, dtype=dtype), torch.tensor([0.02])
+    total = (xs[0].float() + xs[1].float()).to(dtype)
+    for kind, arguments in (("static", (scale, 1e-5)), ("dynamic", (1e-5,))):
+        group = Group(2, bytes_for(xs[0]))
+        group.come(xs)
+        monkeypatch.setattr(sums, "memory_of", lambda name, group=group: group.memory)
+        name = f"fused_add_rms_norm_{kind}_quant_fp8"
+        expected = getattr(launch, name)(total, xs[1], weight, *arguments)
+        got = getattr(launch, f"all_reduce_{name}")(xs[0], xs[1], weight, *arguments, "0")
+        assert group.memory.counts[0] == 1
+        for one, other in zip(got, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.float(), other.float())
+
+
 def test_rows_with_a_gap_between_them_are_added_up():
     wide = parts(2, 5, 100)
     xs, x_residual = [x[:, 7:71] for x in wide], wide[0][:, 30:94]
@@ -307,10 +327,15 @@ def test_more_than_fits_is_added_up_by_the_groups_backend(launch, monkeypatch):
     expected = launch.fused_add_rms_norm(xs[0] + xs[1], xs[0], weight, 1e-5, None)
     for one, other in zip(launch.all_reduce_fused_add_rms_norm(xs[0], xs[0], weight, 1e-5, "0"), expected, strict=True):
         assert torch.equal(one, other)
+    for kind, arguments in (("static", (torch.tensor([0.02]), 1e-5)), ("dynamic", (1e-5,))):
+        name = f"fused_add_rms_norm_{kind}_quant_fp8"
+        got = getattr(launch, f"all_reduce_{name}")(xs[0], xs[0], weight, *arguments, "0")
+        expected = getattr(launch, name)(xs[0] + xs[1], xs[0], weight, *arguments)
+        assert all(torch.equal(one.float(), other.float()) for one, other in zip(got, expected, strict=True))
     y, total = launch.all_reduce_rms_norm(xs[0], weight, 1e-5, "0")
     assert torch.equal(total, xs[0] + xs[1])
     assert torch.equal(y, launch.rms_norm(total, weight, 1e-5, None))
-    assert asked == ["0", "0"]
+    assert asked == ["0"] * 4
     assert (group.memory.counts == 0).all()
 
 
@@ -320,6 +345,8 @@ def test_nothing_is_sent_for_nothing(launch, shape):
     for pair in (
         launch.all_reduce_rms_norm(x, None, 1e-5, "nobody"),
         launch.all_reduce_fused_add_rms_norm(x, x, None, 1e-5, "nobody"),
+        launch.all_reduce_fused_add_rms_norm_static_quant_fp8(x, x, None, torch.ones(1), 1e-5, "nobody"),
+        launch.all_reduce_fused_add_rms_norm_dynamic_quant_fp8(x, x, None, 1e-5, "nobody")[::2],
     ):
         assert [tuple(each.shape) for each in pair] == [shape, shape]
 

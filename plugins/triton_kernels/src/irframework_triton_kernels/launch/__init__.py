@@ -56,11 +56,18 @@ from irframework_triton_kernels.launch.nvfp4 import (
 from irframework_triton_kernels.launch.rotary import qk_norm_rotary_embedding, rotary_embedding
 from irframework_triton_kernels.launch.rotate_half import apply_rotary_pos_emb
 from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
-from irframework_triton_kernels.launch.sums import all_reduce_fused_add_rms_norm, all_reduce_rms_norm
+from irframework_triton_kernels.launch.sums import (
+    all_reduce_fused_add_rms_norm,
+    all_reduce_fused_add_rms_norm_dynamic_quant_fp8,
+    all_reduce_fused_add_rms_norm_static_quant_fp8,
+    all_reduce_rms_norm,
+)
 
 __all__ = [
     "activated",
     "all_reduce_fused_add_rms_norm",
+    "all_reduce_fused_add_rms_norm_dynamic_quant_fp8",
+    "all_reduce_fused_add_rms_norm_static_quant_fp8",
     "all_reduce_rms_norm",
     "apply_rotary_pos_emb",
     "decode_attention",

@@ -8,15 +8,18 @@ from torch import Tensor
 import irframework as ir
 from irframework.distributed.shared_memory import PROGRAMS, SharedMemory
 from irframework.distributed.symmetric_memory import memory_of
-from irframework_triton_kernels.kernels.codes import VALUES
+from irframework_triton_kernels.kernels.codes import DYNAMIC, STATIC, VALUES
 from irframework_triton_kernels.kernels.sums import sum_norm_kernel
 from irframework_triton_kernels.launch import norms
 from irframework_triton_kernels.launch.call import (
     FP8,
+    as_codes,
     as_float,
     launch,
     launches,
+    new_codes,
     new_like,
+    new_scales,
     opaque_op,
     rows_of,
 )
@@ -89,3 +92,39 @@ def all_reduce_fused_add_rms_norm(
         return pair
     sum_and_norm(memory, x, x_residual, weight, y, residual, epsilon)
     return y, residual
+
+
+@opaque_op("all_reduce_fused_add_rms_norm_static_quant_fp8", ())
+def all_reduce_fused_add_rms_norm_static_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, scale: Tensor, epsilon: float, group: str
+) -> tuple[Tensor, Tensor]:
+    """Add up rows over a group, add a residual and norm them into codes under a scale; returns these and the sum."""
+    q, residual = new_codes(x), new_like(x)
+    if not launches() or not x.numel():
+        return as_codes(q), residual
+    memory = _room(x, group)
+    if memory is None:
+        pair: tuple[Tensor, Tensor] = norms.fused_add_rms_norm_static_quant_fp8(
+            ir.ops.all_reduce.native(x, group), x_residual, weight, scale, epsilon
+        )
+        return pair
+    sum_and_norm(memory, x, x_residual, weight, q, residual, epsilon, STATIC.value, scale)
+    return as_codes(q), residual
+
+
+@opaque_op("all_reduce_fused_add_rms_norm_dynamic_quant_fp8", ())
+def all_reduce_fused_add_rms_norm_dynamic_quant_fp8(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, each row under a scale of its own; returns the codes, the scales and the sum."""
+    q, scales, residual = new_codes(x), new_scales(x), new_like(x)
+    if not launches() or not x.numel():
+        return as_codes(q), scales, residual
+    memory = _room(x, group)
+    if memory is None:
+        outputs: tuple[Tensor, Tensor, Tensor] = norms.fused_add_rms_norm_dynamic_quant_fp8(
+            ir.ops.all_reduce.native(x, group), x_residual, weight, epsilon
+        )
+        return outputs
+    sum_and_norm(memory, x, x_residual, weight, q, residual, epsilon, DYNAMIC.value, scales)
+    return as_codes(q), scales, residual
