@@ -166,6 +166,9 @@ def test_more_elements_than_32_bits_count_are_quantised():
     want = ir.ops.group_quant_fp8.native(x[-1:].cpu())
     assert torch.equal(scale[-1:].cpu(), want[1])
     assert torch.equal(q[-1:].view(torch.uint8).cpu(), want[0].view(torch.uint8))
+    del q
+    whole = torch.ones(1, device="cuda")
+    assert_nvfp4(tuple(out[-1:] for out in ir.ops.quant_nvfp4(x, whole)), x[-1:], whole)
 
 
 def assert_quantises_what_its_first_part_gives(name: str, args: tuple, first: str, *more: object) -> None:
