@@ -62,7 +62,7 @@ def tiles_for(kind: str, columns: int) -> dict[str, Any]:
     if kind == "elements":
         sizes = itertools.product((512, 1024, 2048, 4096), (4, 8))
         tiles = [make(1, block, True, warps) for block, warps in sizes if 4 <= block // (32 * warps) <= 32]
-        tiles = [*tiles, *(replace(tile, early=False) for tile in tiles)]
+        tiles = [*tiles, *(replace(tile, early=True) for tile in tiles)]
     else:
         usual = choice.row_tile(columns, getattr(choice, kind.upper()))
         block = power_of_two(columns)
@@ -76,7 +76,7 @@ def tiles_for(kind: str, columns: int) -> dict[str, Any]:
         ]
         loops = [make(1, first, False, warps) for first, warps in ((1024, 4), (2048, 4), (2048, 8)) if first < columns]
         stay = [replace(usual, resident=programs) for programs in (1, 2, 3, 4)]
-        tiles = [*tiles, *(replace(tile, early=False) for tile in (*tiles, usual)), *loops, *stay]
+        tiles = [*tiles, *(replace(tile, early=True) for tile in (*tiles, usual)), *loops, *stay]
     return {"usual": None, **{label(tile): tile for tile in tiles}}
 
 

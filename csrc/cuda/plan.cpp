@@ -37,7 +37,7 @@ int power_of_two(int64_t least) {
 }
 
 Plan default_rows(Source source, int64_t rows, int64_t chunks, bool aligned, const DeviceFacts& facts) {
-  Plan plan{32, 2, 1, 1, 0, 0, 1};
+  Plan plan{32, 2, 1, 1, 0, 0, 0};
   if (chunks <= 32) {
     plan.threads = power_of_two(chunks);
   } else if (chunks <= 64) {
@@ -92,7 +92,7 @@ Plan plan_rows(const RowOp& what, int64_t rows, int64_t chunks, bool aligned, co
 }
 
 Plan plan_elements(bool aligned) {
-  const Plan plan{128, 1, 1, 1, 0, 0, 1};
+  const Plan plan{128, 1, 1, 1, 0, 0, 0};
   Plan other = changed(plan);
   other.rows_per_block = other.cluster = 1;  // they are about rows
   const bool fits = other.threads % 32 == 0 && other.threads >= 32 && other.threads <= 512 && other.vectors >= 1 &&

@@ -21,7 +21,7 @@ struct Plan {
   int cluster;         // blocks for one row, rows only
   int blocks_per_sm;   // 0: a block for each group of rows; else so many, that take one group after the other
   int ahead;           // 1: such a block reads its next rows before it is done with these
-  int overlap;         // 1: the launch may begin while the kernel before it ends
+  int overlap;         // 1: the launch may begin while the kernel before it ends; behind matrix products that costs time
 };
 
 constexpr int kMaxCluster = 8;

@@ -318,8 +318,8 @@ def test_every_way_to_launch_gives_the_same_in_a_graph(early, resident):
     from irframework_triton_kernels.tiles import NORM, row_tile
 
     x, residual, weight = random(500, 5120), random(500, 5120, seed=2), random(5120)
-    late = replace(row_tile(5120, NORM), early=False)
-    tile = replace(late, early=early, resident=resident)
+    usual = row_tile(5120, NORM)
+    tile = replace(usual, early=early, resident=resident)
 
     def chain(tile):
         y, added = x, residual
@@ -328,7 +328,7 @@ def test_every_way_to_launch_gives_the_same_in_a_graph(early, resident):
             y = launch.rms_norm(y, weight, EPSILON, None, tile)
         return (*launch.dynamic_quant_fp8(y, tile), added)
 
-    expected = chain(late)
+    expected = chain(usual)
     chain(tile)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -348,7 +348,7 @@ def test_a_kernel_that_is_loaded_early_overwrites_nothing_too_soon():
     from irframework_triton_kernels import launch
     from irframework_triton_kernels.tiles import ADD_NORM, row_tile
 
-    tile, start = row_tile(4096, ADD_NORM), random(3000, 4096)
+    usual, start = row_tile(4096, ADD_NORM), random(3000, 4096)
 
     def chain(tile):
         x, residual = start.clone(), start.flip(0).contiguous()
@@ -359,22 +359,26 @@ def test_a_kernel_that_is_loaded_early_overwrites_nothing_too_soon():
             launch.fused_add_rms_norm_inplace(x, backwards, None, EPSILON, None, tile)
         return x, residual
 
-    assert_same(chain(tile), chain(replace(tile, early=False)))
+    assert_same(chain(replace(usual, early=True)), chain(usual))
 
 
 def test_a_graph_of_two_streams_holds_kernels_that_are_loaded_early():
-    from irframework_triton_kernels import launch
+    from dataclasses import replace
 
+    from irframework_triton_kernels import launch
+    from irframework_triton_kernels.tiles import ADD_NORM, NORM, row_tile
+
+    tile, adding = (replace(row_tile(4096, kind), early=True) for kind in (NORM, ADD_NORM))
     x, weight, side = random(500, 4096), random(4096), torch.cuda.Stream()
 
     def fork_and_join():
-        y = launch.rms_norm(x, weight, EPSILON, None)
+        y = launch.rms_norm(x, weight, EPSILON, None, tile)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            a = launch.rms_norm(launch.rms_norm(y, weight, EPSILON, None), None, EPSILON, None)
-        b = launch.rms_norm(y, None, EPSILON, None)
+            a = launch.rms_norm(launch.rms_norm(y, weight, EPSILON, None, tile), None, EPSILON, None, tile)
+        b = launch.rms_norm(y, None, EPSILON, None, tile)
         torch.cuda.current_stream().wait_stream(side)
-        return launch.fused_add_rms_norm(a, b, weight, EPSILON, None)
+        return launch.fused_add_rms_norm(a, b, weight, EPSILON, None, adding)
 
     expected = fork_and_join()
     torch.cuda.synchronize()

@@ -53,8 +53,7 @@ def tracer(monkeypatch):
     from irframework_triton_kernels.launch import call
     from triton.backends.compiler import GPUTarget
 
-    # Triton asks its active driver for the target whose code it analyses; without a device there is none. This one
-    # loads no kernel early: there, calls are traced as black boxes.
+    # Triton asks its active driver for the target whose code it analyses; without a device there is none.
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 80, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     call.abilities.cache_clear()
@@ -332,37 +331,3 @@ def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies():
     calls = [name for name in done.stdout.split() if name != "getitem"]
     launch, empty = "triton_kernel_wrapper_functional", "empty.memory_format"
     assert calls == [empty, empty, launch, empty, launch]
-
-
-# What the framework makes of calls on a device that loads kernels early.
-EARLY = LOWERED.replace('GPUTarget("cuda", 80, 32)', 'GPUTarget("cuda", 90, 32)')
-
-
-def test_where_kernels_are_loaded_early_they_are_ops_that_launch_themselves():
-    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    calls = [name for name in done.stdout.split() if name != "getitem"]
-    assert calls == ["early_fused_add_rms_norm.default", "early_rms_norm.default"]
-
-
-def test_an_op_that_launches_early_has_the_outputs_of_the_other(kernels, tracer):
-    kernels._launch()
-    ops, x = torch.ops.irframework_triton_kernels, tracer.rows(8, 4096)
-    with tracer.mode:
-        for name, args in {
-            "rms_norm": (x, tracer.fixed(4096), 1e-6, None),
-            "rms_norm_dynamic_quant_fp8": (x, None, 1e-6),
-            "gated": (x, "silu"),
-            "silu_and_mul_static_quant_fp8": (x, tracer.fixed(1).float()),
-            "fused_add_rms_norm_group_quant_fp8": (x, x, None, 1e-6, 64, True, True),
-            "gated_group_quant_fp8": (x, "silu", 128, False, False),
-            "quant_nvfp4": (x, tracer.fixed(1).float()),
-            "gated_quant_nvfp4": (x, tracer.fixed(1).float(), "silu"),
-            "rms_norm_quant_nvfp4": (x, None, tracer.fixed(1).float(), 1e-6),
-            "fused_add_rms_norm_quant_nvfp4": (x, x, None, tracer.fixed(1).float(), 1e-6),
-        }.items():
-            both = [getattr(ops, prefix + name)(*args) for prefix in ("", "early_")]
-            flat = [(out,) if isinstance(out, torch.Tensor) else out for out in both]
-            for one, other in zip(*flat, strict=True):
-                assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-    assert not tracer.environment.guards

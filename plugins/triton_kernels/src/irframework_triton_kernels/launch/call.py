@@ -1,12 +1,9 @@
 """What all launches share: plain tensors or traced ones, rows, grids, and what the device can do.
 
 Owns the one place where a kernel is called, and the torch ops' declaration. Does not know what kernels do.
-
-Private torch API used here (read in 2.11 and 2.13): `torch._inductor.config.cpp_wrapper`.
 """
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable
 from functools import cache, wraps
@@ -73,9 +70,7 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
     """Give a function that launches a kernel a torch op, `torch.ops.irframework_triton_kernels.<name>`.
 
     Plain tensors go straight to the function; all others go through the op, which is a `triton_op`: whoever traces it
-    sees the kernel and not a black box, so Inductor plans its memory and launches it itself. Where kernels can be
-    launched early, they go through the black box `early_<name>` instead: Inductor has no way to launch a kernel that
-    it sees early, and a kernel of few rows is over before its launch has paid off (docs/performance.md).
+    sees the kernel and not a black box, so Inductor plans its memory and launches it itself.
 
     Args:
         name: The op's name; default: the function's.
@@ -90,13 +85,12 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
         without_tile = [parameter for parameter in parameters.parameters.values() if parameter.name != "tile"]
         traced.__signature__ = parameters.replace(parameters=without_tile)  # type: ignore[attr-defined]
         op = triton_op(f"{NAMESPACE}::{name or fn.__name__}", traced, mutates_args=mutates)
-        early = _define(f"early_{name or fn.__name__}", traced, mutates, lambda *args: _without_launch(traced, args))
 
         @wraps(fn)
         def call(x: Tensor, *args: Any, **options: Any) -> Any:
             if is_plain(x):
                 return fn(x, *args, **options)
-            return (early if _launched_early() else op)(x, *args, **options)
+            return op(x, *args, **options)
 
         return call  # type: ignore[return-value]
 
@@ -107,7 +101,7 @@ def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     """Give a function that overwrites what is kept between calls a torch op that nobody looks into.
 
     For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
-    what it overwrites, the framework proves that this is not needed. And the kernel is launched early.
+    what it overwrites, the framework proves that this is not needed.
 
     Args:
         name: The op's name.
@@ -152,16 +146,6 @@ def _without_launch(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
     finally:
         _of_thread.launches = True
-
-
-def _launched_early() -> bool:
-    """Whether traced calls are launched by us, early: where the device can, and Python runs what was compiled.
-
-    A kernel waits for the one in front of it before it reads anything, whoever launched that; so this is right beside
-    any other kernels.
-    """
-    config: Any = sys.modules.get("torch._inductor.config")
-    return (config is None or not config.cpp_wrapper) and abilities(None).early
 
 
 def rows_of(x: Tensor) -> Tensor:
