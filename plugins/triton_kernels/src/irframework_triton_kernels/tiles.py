@@ -66,8 +66,8 @@ class Tile:
             and 1024, where the next power of two would leave three of eight threads idle.
         resident: Programs per multiprocessor, each of which works on many tiles; 0: one program per tile.
         early: Whether the kernel is loaded before its predecessor has ended, where the device can (`kernels.order`).
-            That gains 0.6 us behind kernels that say when the next may be loaded, and costs 0.2 us and more behind others,
-            which matrix products are.
+            That gains 0.6 us behind kernels that say when the next may be loaded, and costs 0.2 us and more behind
+            those that do not, which matrix products are.
     """
 
     rows: int
