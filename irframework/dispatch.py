@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from irframework import bisecting, codegen, symbolic
-from irframework.decision import Candidate, Decision, Rejected
+from irframework.decision import DEFAULTS, Candidate, Decision, Rejected
 from irframework.errors import ArgumentError, DeviceMismatchError, PredicateGuardError
 from irframework.notices import say_once
 from irframework.predicates import answer_of
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-DEFAULTS = ("platform default", "registered")  # origins of providers that no user named
 _NOT_INVARIANT = "not declared batch invariant, and batch-invariant mode is on"
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from irframework.custom_op_rules import native_only
+from irframework.decision import DEFAULTS
 from irframework.errors import PrioritySyntaxError, UnknownProviderError, suggest
 from irframework.registry import registry
 from irframework.settings import SWITCHES_OF_COMPILED_CODE, effective, layers, settings
@@ -71,11 +72,8 @@ def parse_providers(value: Providers, op: str) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise PrioritySyntaxError(f"Priority of op {op!r}: expected provider names, got {value!r}.")
     providers = tuple(name.strip() for name in names)
-    if (
-        not providers
-        or not all(name.removesuffix("?") for name in providers)
-        or any(c in name for name in providers for c in "=;")
-    ):
+    fit = all(name.removesuffix("?") and not any(c in name for c in "=;") for name in providers)
+    if not providers or not fit:
         raise PrioritySyntaxError(
             f"Priority of op {op!r}: {value!r} cannot be read. Write provider names separated by commas, e.g. "
             f"{op}=vllm_c,native."
@@ -375,7 +373,9 @@ def _digest(op: "IrOp", mode: str, switches: str) -> str:
     for device in device_types_here():
         for entry in entries_for(op, device, mode):
             impl = op.registered[entry.provider]
-            hasher.update(f"{device} {entry.provider} {impl.support.reason(device) is None} {impl.digest()}\0".encode())
+            unasked = impl.compiled_where is not None and entry.origin in DEFAULTS
+            state = (impl.support.reason(device) is None, unasked, impl.digest())
+            hasher.update(f"{device} {entry.provider} {state}\0".encode())
     return hasher.hexdigest()[:16]
 
 

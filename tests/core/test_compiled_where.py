@@ -7,6 +7,7 @@ import irframework as ir
 from irframework import errors
 from irframework.digest import digest_of
 from irframework.dispatch import resolve
+from irframework.priority import fingerprint
 
 X = torch.ones(3, 8)
 
@@ -119,3 +120,20 @@ def test_compiled_programs_follow_it(declare):
         assert set(ir.last_report().selected_impls[op.name].values()) == {"native"}
         program(torch.ones(5, 8))
         assert set(ir.last_report().selected_impls[op.name].values()) == {"k"}
+
+
+def test_who_names_the_first_provider_compiles_anew(declare):
+    op = provided(declare)
+    program = torch.compile(lambda x: op(x), backend="irframework", dynamic=False)
+    with torch.no_grad(), torch._inductor.config.patch(fallback_by_default=True):
+        program(X)
+        with ir.priority({op.name: "k"}):
+            program(X)
+        assert set(ir.last_report().selected_impls[op.name].values()) == {"k"}
+
+
+def test_cached_code_of_who_named_nobody_is_not_taken_for_who_names_the_first(declare):
+    op = provided(declare)
+    unasked = fingerprint("inductor")
+    with ir.priority({op.name: "k"}):
+        assert fingerprint("inductor") != unasked
