@@ -12,9 +12,6 @@ __all__ = ["IRFRAMEWORK_API", "KernelsNotLoadedError", "instruction_set"]
 
 IRFRAMEWORK_API = 1
 PROVIDER = "vllm_c"
-# On CPUs Inductor makes one loop of each, where it stands. A kernel is faster for many tokens, but for one its call
-# costs compiled code more than its work does: what a model has written out is not to become slower by being found.
-LEFT_TO_INDUCTOR = ("silu_mul", "gelu_mul", "apply_rotary_pos_emb")
 
 
 @ir.hookimpl
@@ -32,9 +29,6 @@ def irframework_register_impls() -> None:
 def irframework_default_priorities(platform: ir.Platform, mode: str) -> Mapping[str, Iterable[str]] | None:
     """Puts the kernels first on CPUs and CUDA devices; other platforms have none of ours.
 
-    `LEFT_TO_INDUCTOR` is native in compiled code on CPUs, unless somebody asks for the kernels.
+    Where Inductor's own loops cost less than calls on CPUs, the implementations withdraw themselves: see `graphs`.
     """
-    if platform.name not in ("cpu", "cuda"):
-        return None
-    left = LEFT_TO_INDUCTOR if (platform.name, mode) == ("cpu", "inductor") else ()
-    return {"*": (PROVIDER,), **dict.fromkeys(left, ("native",))}
+    return {"*": (PROVIDER,)} if platform.name in ("cpu", "cuda") else None

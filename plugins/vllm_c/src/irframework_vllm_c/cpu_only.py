@@ -13,6 +13,7 @@ from torch import Tensor
 
 import irframework as ir
 from irframework.conditions import Supports
+from irframework_vllm_c.graphs import COMPILED_WHERE
 from irframework_vllm_c.implementations import FLOATS, KERNELS, kernels_load, out_variants
 
 FUNCTIONAL_KERNELS = (
@@ -232,6 +233,7 @@ def register(provider: str) -> None:
             batch_invariant=batch_invariant,
             checks_values=checks_values,
             checks_tensors=functional is not None,  # the kernels refuse other shapes, and what overlaps
+            compiled_where=COMPILED_WHERE.get(name),
         )
         registered(fn)
 

@@ -13,6 +13,7 @@ from torch.library import Library
 
 import irframework as ir
 from irframework.conditions import Supports
+from irframework_vllm_c.graphs import COMPILED_WHERE
 from irframework_vllm_c.library import (
     NAMESPACE,
     KernelsNotLoadedError,
@@ -312,6 +313,7 @@ def register(provider: str) -> None:
             batch_invariant=True,
             checks_values=name in _LOOK_AT_VALUES,
             checks_tensors=name in _LOOK_AT_TENSORS,
+            compiled_where=COMPILED_WHERE.get(name),
         )
         registered(fn)
 

@@ -1,0 +1,80 @@
+"""Which calls compiled code on CPUs gives to the kernels unasked."""
+
+from typing import Any
+
+import pytest
+import torch
+from irframework_vllm_c.graphs import COMPILED_WHERE, MANY
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import irframework as ir
+from irframework.dispatch import resolve
+
+WIDTH = 64
+OPS = sorted(COMPILED_WHERE)
+LEFT = "silu_mul"  # whatever its size
+
+
+def arguments(name: str, rows: int) -> tuple[Any, ...]:
+    x, weight = torch.ones(rows, WIDTH), torch.ones(WIDTH)
+    return {
+        "rms_norm": (x, weight, 1e-6),
+        "gemma_rms_norm": (x, weight, 1e-6),
+        "fused_add_rms_norm": (x, x.clone(), weight, 1e-6),
+        "fused_add_gemma_rms_norm": (x, x.clone(), weight, 1e-6),
+        "silu_and_mul": (x,),
+        "gelu_and_mul": (x,),
+        "silu_mul": (x, x.clone()),
+        "gelu_mul": (x, x.clone()),
+        "rotary_embedding": (torch.arange(rows), x, x.clone(), torch.ones(rows, 32), 32),
+        "apply_rotary_pos_emb": (x.view(1, rows, 2, 32), torch.ones(1, rows, 32), torch.ones(1, rows, 32)),
+    }[name]
+
+
+def chosen(name: str, args: tuple[Any, ...], mode: str = "inductor") -> str:
+    op: ir.IrOp = getattr(ir.ops, name)
+    return resolve(op, op.bind(args, {}), mode).provider
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_few_numbers_are_left_to_inductor(name: str) -> None:
+    assert chosen(name, arguments(name, MANY // WIDTH - 1)) == "native"
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != LEFT])
+def test_many_numbers_are_given_to_the_kernels(name: str) -> None:
+    assert chosen(name, arguments(name, MANY // WIDTH)) == "vllm_c"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_eager_calls_have_the_kernels_whatever_the_size(name: str) -> None:
+    assert chosen(name, arguments(name, 1), "eager") == "vllm_c"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_reason_is_told(name: str) -> None:
+    op: ir.IrOp = getattr(ir.ops, name)
+    reasons = {c.provider: c.reason for c in resolve(op, op.bind(arguments(name, 1), {}), "inductor").candidates}
+    assert reasons["vllm_c"] is not None
+    assert "Inductor's own loop " in reasons["vllm_c"]
+
+
+def test_the_gate_whose_kernel_gains_nothing_is_always_left_to_inductor() -> None:
+    assert chosen(LEFT, arguments(LEFT, 8 * MANY)) == "native"
+
+
+def test_a_number_of_rows_that_is_not_known_counts_as_large() -> None:
+    environment = ShapeEnv()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x: Tensor = FakeTensorMode(shape_env=environment).from_tensor(
+        torch.ones(3, WIDTH), source=ConstantSource("x"), symbolic_context=context
+    )
+    assert chosen("silu_and_mul", (x,)) == "vllm_c"
+    assert not environment.guards
+
+
+def test_other_devices_than_the_cpu_are_not_asked_about() -> None:
+    assert COMPILED_WHERE["silu_and_mul"](torch.ones(3, WIDTH, device="meta")) is True
