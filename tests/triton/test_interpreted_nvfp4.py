@@ -81,16 +81,17 @@ def test_two_neighbours_are_one_byte_the_first_in_the_lower_bits(kernels):
     assert q.tolist() == [0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]
 
 
-def test_every_scale_of_a_block_is_rounded_as_by_native(kernels):
-    """Every value of E4M3, the middles, and what lies beside these; smaller and larger ones, NaN and infinities."""
+@pytest.mark.parametrize("whole", [1.0, -1.0, 2.0**-5, 1e-3, 0.3])
+def test_every_scale_of_a_block_is_rounded_as_by_native(kernels, whole):
+    """Every value of E4M3, the middles, and the numbers beside these, which a product with 1/6 would miss; edges."""
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    middles = (codes[1:] + codes[:-1]) / 2
-    beside = [torch.nextafter(middles, torch.tensor(to)) for to in (-1e9, 1e9)]
+    middles = 6 * (codes[1:] + codes[:-1]) / 2 * abs(whole)
+    beside = [(middles.view(torch.int32) + steps).view(torch.float32) for steps in range(-4, 5)]
     edges = torch.tensor([464.0, 464.1, 480.0, 1e9, 1e-45, 1e-38, torch.inf, torch.nan])
-    x = torch.zeros(len(codes) + 3 * len(middles) + len(edges), 16)
-    x[:, 3], x[:, 4] = torch.cat((codes, middles, *beside, edges)) * -6, 0.3
-    for whole in (torch.ones(1), torch.tensor(-1.0), torch.tensor([[2.0**-5]])):
-        assert_same(kernels.quant_nvfp4(x, whole), native(x, whole))
+    largest = torch.cat((6 * codes * abs(whole), *beside, edges))
+    x = torch.zeros(len(largest), 16)
+    x[:, 3], x[:, 4] = -largest, 0.05 * largest
+    assert_same(kernels.quant_nvfp4(x, torch.tensor(whole)), native(x, torch.tensor(whole)))
 
 
 @pytest.mark.parametrize("whole", [1.0, 1e-3, -0.3, 3e38, 1e-38, 1e-42])

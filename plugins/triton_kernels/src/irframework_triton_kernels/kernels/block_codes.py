@@ -48,8 +48,8 @@ def block_scale_of(largest, whole):
     small = bits < 0x3C800000
     code = tl.where(small, steps.to(tl.int32, bitcast=True) - 0x46800000, (raised >> 20) - (120 << 3))
     code = tl.where(bits > INFINITY, 0x7F, code)
-    rounded = tl.where(small, steps - 16384.0, (raised & 0x7FF00000).to(tl.float32, bitcast=True))
-    used = tl.where(bits > INFINITY, 0.0, rounded) * size
+    # Of NaN this makes NaN, infinity or zero, and of these the inverse becomes zero.
+    used = tl.where(small, steps - 16384.0, (raised & 0x7FF00000).to(tl.float32, bitcast=True)) * size
     inverse = tl.where(used > 0.0, tl.math.div_rn(1.0, used), 0.0)
     sign = (whole.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (code | sign).to(tl.uint8), inverse
