@@ -43,7 +43,7 @@ _memories: dict[str, tuple[SharedMemory, Tensor]] = {}  # and what keeps it
 _libraries: list[Library] = []
 
 
-def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 128 * 1024) -> None:
+def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 1024 * 1024) -> None:
     """Let the collectives of a group use memory that its GPUs share. Call it in all its processes, once.
 
     What is compiled after it may fuse a linear layer with the reduce-scatter behind it or the all-gather before it.
@@ -51,7 +51,8 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 128 * 1024)
     Args:
         group: A `ProcessGroup` of processes on one host, each with a GPU of its own, which is the current one. None:
             all processes.
-        one_shot_bytes: Sums of at most so many bytes are one-shot; 0 leaves all sums to the group's backend.
+        one_shot_bytes: Sums of at most so many bytes are one-shot; 0 leaves all sums to the group's backend. Each GPU
+            reads that much of each other one: with many GPUs, less may be better.
 
     Raises:
         DeviceUnavailableError: torch.distributed is not in use, there is no CUDA device, or torch cannot share memory
