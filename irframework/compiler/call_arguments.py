@@ -1,14 +1,13 @@
 """Arguments of calls in a form that compares: values, constants, and tuples of these.
 
-Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), dimensions
-counted from the last, and the filling in of defaults. Does not know what an op computes (`values.py`).
+Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), and
+dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op computes (`values.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.fx import Node
 
 Shape = tuple[Any, ...]
 _NARROW = (torch.bfloat16, torch.float16)
-_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,37 +124,6 @@ def mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
     if isinstance(argument, tuple):
         return tuple(mapped_values(item, change) for item in argument)
     return argument
-
-
-def filled_arguments(target: Any, node: Node, values: dict[Node, Any]) -> tuple[Any, ...]:
-    """The arguments of a call in the order of its schema, defaults at the end left out."""
-    parameters = _parameters_of(target)
-    args = [argument_value(value, values) for value in node.args]
-    for name, default in parameters[len(args) :]:
-        args.append(argument_value(node.kwargs[name], values) if name in node.kwargs else default)
-    kept = len(args)
-    while kept and args[kept - 1] == parameters[kept - 1][1]:
-        kept -= 1
-    return tuple(args[:kept])
-
-
-@cache
-def _parameters_of(target: Any) -> list[tuple[str, Any]]:
-    """Name and default of each parameter of a torch op; a default that equals nothing where there is none."""
-    return [
-        (each.name, argument_value(each.default_value, {}) if each.has_default_value() else _NO_DEFAULT)
-        for each in target._schema.arguments
-    ]
-
-
-def argument_value(value: Any, values: dict[Node, Any]) -> Any:
-    """An argument of a node, with values for nodes."""
-    if isinstance(value, Node):
-        return values[value]
-    if isinstance(value, (list, tuple)):
-        items = tuple(argument_value(item, values) for item in value)
-        return items if any(isinstance(item, (Value, tuple)) for item in items) else Number(items)
-    return number(value)
 
 
 def values_in(args: Iterable[Any]) -> Iterable[Value]:

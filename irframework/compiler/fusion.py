@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,18 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.call_arguments import Number, Value, constant, number, plain_number
-from irframework.compiler.candidates import Binding, Places, Search, TooManyWaysError, whole_numbers
+from irframework.compiler.argument_choices import arguments_of
+from irframework.compiler.call_arguments import Value, number
+from irframework.compiler.candidates import Binding, Search, TooManyWaysError
 from irframework.compiler.definitions import Definitions, fake_mode_of, fresh, known_by_spelling
 from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
 from irframework.compiler.ingredients import ingredients_of
 from irframework.compiler.matches import Judge, Match, Refused
+from irframework.compiler.places import Places
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
 from irframework.compiler.skeletons import Skeleton
-from irframework.compiler.values import Expansion, ValueTable
+from irframework.compiler.tracing import fake_reshaped, is_plainly_contiguous
+from irframework.compiler.values import ValueTable
 from irframework.torch_ops import op_of
 
 _WAYS = 48  # that a candidate's tensors are tried in
@@ -56,6 +59,14 @@ class _Miss:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a definition returns for some arguments: as values of the graph, and as fake tensors of a trace."""
+
+    values: tuple[Value, ...]
+    fakes: tuple[torch.Tensor, ...]
+
+
 @dataclass(slots=True)
 class _Fusion:
     graph: Graph
@@ -68,7 +79,7 @@ class _Fusion:
     known: Places = field(init=False)
     places: dict[int, list[Node]] = field(default_factory=dict)
     shown: dict[int, set[int]] = field(default_factory=dict)
-    computed: dict[Any, Any] = field(default_factory=dict)
+    computed: dict[Any, _Computed] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     no_calls: set[tuple[str, int]] = field(default_factory=set)
     moved: bool = False
@@ -83,10 +94,11 @@ class _Fusion:
     def run(self) -> bool:
         """Fuse; whether what reads an output whose dimensions were put back in order may now be found behind that."""
         self.table.read(self.graph)
+        skeletons = _in_order(ingredients_of(self.table.cores))
+        self.known.look_for(part for skeleton in skeletons for part in skeleton.parts.values())
         for node, value in self.table.of.items():
             if isinstance(value, Value):
                 self.places.setdefault(self._shows(value), []).append(node)
-        skeletons = _in_order(ingredients_of(self.table.cores))
         self.sizes = {skeleton.op.name: skeleton.size for skeleton in reversed(skeletons)}
         for skeleton in skeletons:
             self._look_for(skeleton)
@@ -99,13 +111,10 @@ class _Fusion:
         return self.again
 
     def _look_for(self, skeleton: Skeleton) -> None:
-        target = skeleton.table.cores[skeleton.root].target
-        if target == "leaf":
-            return
-        part = skeleton.parts[skeleton.root]
-        for core in [core for core in self.table.by_target.get(target, ()) if core in self.places]:
-            if not self.known.fits(part, core) or not any(map(self.table.nodes.get, self.shown[core])):
-                continue
+        part = skeleton.parts.get(skeleton.root)
+        for core in self.known.of(part) if part is not None else ():
+            if core not in self.places or not any(map(self.table.nodes.get, self.shown[core])):
+                continue  # no node computes it, or none does any more
             if (skeleton.op.name, core) in self.no_calls:
                 self._miss(
                     skeleton, core, "it is part of what would be this op, for arguments that the op does not take"
@@ -131,9 +140,11 @@ class _Fusion:
 
     def _try(self, skeleton: Skeleton, core: int, binding: Binding, tried: dict[tuple[Any, ...], bool]) -> bool:
         """Replace a candidate by the op, if it is one; `tried` are arguments that were not, and whether they fit it."""
+        if self._is_of_a_larger_op(skeleton, core, binding):
+            return False
         reason, is_call = None, False
         ways = _WAYS if len(skeleton.op.registered) > 1 else 1  # what only native can run is no more than a miss
-        for arguments in itertools.islice(self._arguments(skeleton, binding), ways):
+        for arguments in itertools.islice(arguments_of(skeleton, self.table, binding), ways):
             known = tried.get(arguments)
             if known is not None:
                 is_call = is_call or known
@@ -143,11 +154,11 @@ class _Fusion:
             if outputs is None:
                 continue
             is_call = True
-            root, _ = self.table.turned(outputs[skeleton.root_index])
+            root, _ = self.table.turned(outputs.values[skeleton.root_index])
             if self.known.behind(root.core) != core or not self.table.nodes.get(root.core):
                 continue
             try:
-                match = self.judge.match(skeleton, arguments, outputs, self._fakes(skeleton, arguments))
+                match = self.judge.match(skeleton, arguments, outputs.values, outputs.fakes)
                 self.judge.check(match)
                 take_number(match)
             except Refused as refused:
@@ -162,72 +173,6 @@ class _Fusion:
         if reason is not None:
             self._miss(skeleton, core, reason)
         return False
-
-    def _arguments(self, skeleton: Skeleton, binding: Binding) -> Iterator[tuple[Any, ...]]:
-        """All arguments that a candidate may mean: which conversion or reshape of a tensor, which int."""
-        if binding.call is not None:
-            yield from self._more_than_a_call(skeleton.op, binding)
-            return
-        choices: list[Sequence[Any]] = []
-        for name, parameter in skeleton.op.signature.parameters.items():
-            if name in binding.tensors:
-                choices.append([node for value in binding.tensors[name] for node in self._nodes_of(value)])
-            elif name in binding.numbers:
-                choices.append([constant(binding.numbers[name])])
-            elif name in skeleton.fixed:
-                value = skeleton.fixed[name]
-                given = self._given_to_an_op(skeleton, binding, value)
-                if given is not None or type(value) is not int:
-                    choices.append([value if given is None else given])
-                else:
-                    choices.append(whole_numbers(skeleton, self.table, binding, value))
-            elif parameter.default is not parameter.empty:
-                choices.append([parameter.default])
-            else:
-                return
-        yield from itertools.product(*choices)
-
-    def _more_than_a_call(self, op: Any, binding: Binding) -> Iterator[tuple[Any, ...]]:
-        """The arguments of a call of the very op, and those that come with what stands around it."""
-        for node in self.table.nodes.get(binding.call, ()) if binding.call is not None else ():
-            found = op_of(node.target)
-            if found is None or found[0] is not op:
-                continue
-            given = op.named(op.bind(node.args, node.kwargs))
-            more = {
-                name: [each for value in values for each in self._nodes_of(value)]
-                for name, values in binding.tensors.items()
-                if given[name] is None
-            }
-            for chosen in itertools.product(*more.values()):
-                yield tuple((given | dict(zip(more, chosen, strict=True))).values())
-
-    def _nodes_of(self, value: Value) -> list[Node]:
-        """Nodes that hold a core, one of each shape, those that stand as the candidate reads them first."""
-        nodes = [
-            node for node in self.table.nodes.get(value.core, ()) if isinstance(node.meta.get("val"), torch.Tensor)
-        ]
-        by_shape: dict[Any, Node] = {}
-        for node in nodes:
-            by_shape.setdefault(self.table.of[node].shape, node)
-        own = self.table.cores[value.core].shape
-        return sorted(
-            by_shape.values(), key=lambda n: (self.table.of[n].shape != value.shape, self.table.of[n].shape != own)
-        )
-
-    def _given_to_an_op(self, skeleton: Skeleton, binding: Binding, value: Any) -> Any:
-        """What the candidate gives to an IR op where the definition gives it this word or number; None if nowhere."""
-        if type(value) not in (int, str):
-            return None
-        for ours, theirs in binding.cores.items():
-            own = skeleton.table.cores[ours]
-            if not own.target.startswith("irframework::"):
-                continue
-            for argument, other in zip(own.args, self.table.cores[theirs].args, strict=False):
-                if argument == number(value) and isinstance(other, Number):
-                    found = plain_number(other)
-                    return found.value if isinstance(found, Number) else found
-        return None
 
     def _is_it_already(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
         """Whether a call of the op computes the root, of what was found, and takes all that the definition takes.
@@ -254,35 +199,24 @@ class _Fusion:
                 return False
         return True
 
-    def _compute(self, skeleton: Skeleton, arguments: Sequence[Any]) -> tuple[Value, ...] | None:
-        """The definition's outputs for these very arguments, as values of this graph."""
+    def _compute(self, skeleton: Skeleton, arguments: Sequence[Any]) -> _Computed | None:
+        """The definition's outputs for these very arguments; None where it takes no such arguments."""
         fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
         expansion = self.definitions.expand(skeleton.op, fakes, None, skeleton.body)
-        if expansion is None or self._meant(skeleton, fakes) is None:
+        meant = expansion  # the op's own definition, also where a further spelling of it is looked for
+        if skeleton.body is not None and not known_by_spelling(skeleton.op):
+            meant = self.definitions.expand(skeleton.op, fakes, None)
+        if expansion is None or meant is None:
             return None
         given = [self.table.of[argument] if isinstance(argument, Node) else argument for argument in arguments]
         key = (id(expansion), self.table.epoch, *given)  # the numbers of one expansion are of the same arguments
         known = self.computed.get(key)
         if known is None:
             values = self.table.outputs(expansion, given)
-            known = self.computed[key] = values if isinstance(values, tuple) else (values,)
+            outputs: Any = meant.graph.output_node().args[0]  # a spelling may lay its outputs out otherwise
+            returned = tuple(node.meta["val"] for node in outputs)
+            known = self.computed[key] = _Computed(values if isinstance(values, tuple) else (values,), returned)
         return known
-
-    def _meant(self, skeleton: Skeleton, fakes: Sequence[Any]) -> Expansion | None:
-        """The op's own definition, also where a further spelling of it is looked for."""
-        alone = skeleton.body is None or known_by_spelling(skeleton.op)
-        return self.definitions.expand(skeleton.op, fakes, None, skeleton.body if alone else None)
-
-    def _fakes(self, skeleton: Skeleton, arguments: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The op's outputs for these arguments, of which it is known that they can be computed."""
-        fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
-        meant = self._meant(skeleton, fakes)
-        mode = fake_mode_of(fakes)  # a definition that is kept was traced in another graph's
-        assert meant is not None
-        assert mode is not None
-        outputs: Any = meant.graph.output_node().args[0]  # of native: a spelling may lay its outputs out otherwise
-        with mode, torch.no_grad():  # an op's outputs are contiguous, whatever its body's are
-            return tuple(fresh(node.meta["val"], mode).contiguous() for node in outputs)
 
     def _miss(self, skeleton: Skeleton, core: int, reason: str) -> None:
         """Keep the largest miss at a place."""
@@ -303,6 +237,16 @@ class _Fusion:
         found = op_of(node.target)
         return found is not None and size <= self.sizes.get(found[0].name, 0)
 
+    def _is_of_a_larger_op(self, skeleton: Skeleton, core: int, binding: Binding) -> bool:
+        """Whether a larger op computes this, of more than the candidate has: then it is neither a match nor a miss."""
+        if binding.call is not None:
+            return False
+        nodes = [node for shown in self.shown[core] for node in self.table.nodes.get(shown, ())]
+        if not all(self._is_larger_op(node, skeleton.size) for node in nodes):
+            return False
+        given = {*binding.cores.values()}.union(value.core for each in binding.tensors.values() for value in each)
+        return all(self.judge.reads_more(node, given - {core}) for node in nodes)
+
     # --- the replacement ---------------------------------------------------------------------------------------
 
     def _replace(self, match: Match) -> None:
@@ -313,7 +257,8 @@ class _Fusion:
         fresh: list[Node] = []
         with self.graph.inserting_after(behind):
             call = self.graph.call_function(match.op.torch_op, match.arguments)
-        call.meta["val"] = match.fakes[0] if match.op.num_outputs == 1 else match.fakes
+        fakes = _fakes(match)
+        call.meta["val"] = fakes[0] if match.op.num_outputs == 1 else fakes
         call.stack_trace = outputs[0].stack_trace
         call.meta[RAISED] = True
         fresh.append(call)
@@ -323,7 +268,7 @@ class _Fusion:
             for index in range(match.op.num_outputs):
                 with self.graph.inserting_after(fresh[-1]):
                     item = self.graph.call_function(operator.getitem, (call, index))
-                item.meta["val"] = match.fakes[index]
+                item.meta["val"] = fakes[index]
                 fresh.append(item)
                 results.append(item)
         for node in fresh:
@@ -366,8 +311,7 @@ class _Fusion:
                 view = self.graph.call_function(torch.ops.aten.view.default, (result, sizes))
             mode = fake_mode_of((node.meta["val"],))
             assert mode is not None
-            with mode, torch.no_grad():
-                view.meta["val"] = result.meta["val"].view(shape)
+            view.meta["val"] = fake_reshaped(result.meta["val"], shape, mode)
             self.position[view] = self.position[result]
             self.table.set(view, self.table.of[node])
             fresh.append(view)
@@ -379,6 +323,17 @@ class _Fusion:
             if not node.users:
                 self.table.forget(node)
                 self.graph.erase_node(node)
+
+
+def _fakes(match: Match) -> tuple[torch.Tensor, ...]:
+    """The outputs of a call of the op: contiguous, whatever the definition's are."""
+    mode = fake_mode_of([a.meta["val"] for a in match.arguments if isinstance(a, Node)])  # the match's are of a trace
+    assert mode is not None
+    fakes = [fresh(value, mode) for value in match.fakes]
+    if not all(map(is_plainly_contiguous, fakes)):
+        with mode, torch.no_grad():
+            fakes = [fake.contiguous() for fake in fakes]
+    return tuple(fakes)
 
 
 def _in_order(present: set[str]) -> list[Skeleton]:

@@ -7,7 +7,7 @@ layouts, arguments outside of the op's domain, a choice of native. Finds nothing
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from irframework.compiler.aliasing import effects_of, may_write, storage_of
 from irframework.compiler.call_arguments import Number, Value
 from irframework.compiler.clones import donate_op
 from irframework.compiler.skeletons import Skeleton
-from irframework.compiler.tracing import contiguous_strides
+from irframework.compiler.tracing import strides_for
 from irframework.compiler.values import CONVERT, ValueTable
 from irframework.dispatch import resolve, why_not_now
 from irframework.impl import IrOpImpl
@@ -36,7 +36,7 @@ class Match:
         arguments: Its arguments: nodes of the graph, numbers, None.
         outputs: For each output the nodes that compute it.
         values: The values of the outputs.
-        fakes: Fake tensors of the outputs.
+        fakes: What the definition returns for such arguments, as fake tensors of a trace.
         inner: All nodes that compute the outputs from the arguments, outputs included.
         orders: For each output the order of dimensions in which it permutes what its nodes compute, or None.
     """
@@ -141,16 +141,31 @@ class Judge:
             todo += node.all_input_nodes
         return inner
 
+    def reads_more(self, node: Node, cores: Collection[int]) -> bool:
+        """Whether a node is computed of an input of the graph, on a way on which none of these cores lies."""
+        seen: set[Node] = set()
+        todo = list(node.all_input_nodes)
+        while todo:
+            each = todo.pop()
+            value = self.table.of.get(each)
+            if each in seen or isinstance(value, Number) or (isinstance(value, Value) and value.core in cores):
+                continue
+            if each.op == "placeholder":
+                return True
+            seen.add(each)
+            todo += each.all_input_nodes
+        return False
+
     def check(self, match: Match) -> None:
         """Raise unless the match may be replaced by the op.
 
         Raises:
             Refused: It may not; without a text where that is no miss.
         """
-        working = [node for node in match.inner if self._works(node)]
+        ops = [node for node in match.inner if op_of(node.target) is not None]
+        working = [node for node in match.inner if self._works(node)] if ops else []
         if len(working) == 1 and op_of(working[0].target) is not None:
             raise Refused  # it is that op already, or one with the same definition
-        ops = [node for node in match.inner if op_of(node.target) is not None]
         if len(ops) == 1 and op_of(ops[0].target)[0] is match.op:  # type: ignore[index]
             shown = self.table.of[ops[0]]
             if set(match.values) <= set(shown if isinstance(shown, tuple) else (shown,)):
@@ -231,7 +246,8 @@ class Judge:
 
     def _check_returned(self, nodes: tuple[Node, ...]) -> None:
         """What becomes one tensor is not returned as two: who overwrites the one does not see the other change."""
-        returned = {storage_of(node.meta["val"]): node for node in nodes if _is_returned(node)}
+        several = nodes if len(nodes) > 1 else ()
+        returned = {storage_of(node.meta["val"]): node for node in several if _is_returned(node)}
         if len(returned) > 1:
             names = " and ".join(node.name for node in returned.values())
             raise Refused(f"{names} are returned, as tensors of their own")
@@ -240,14 +256,16 @@ class Judge:
         value = node.meta["val"]
         if value.dtype != fake.dtype:
             raise Refused(f"{node.name} has dtype {value.dtype}, the op's output {fake.dtype}")
+        shape, strides = tuple(value.shape), value.stride()
         if order is not None:
-            value = value.permute(order) if value.dim() == len(order) else value
-            if not statically_known_true(sym_eq(tuple(value.shape), tuple(fake.shape))):
+            if len(shape) == len(order):
+                shape, strides = (tuple(numbers[dim] for dim in order) for numbers in (shape, strides))
+            if not statically_known_true(sym_eq(shape, tuple(fake.shape))):
                 raise Refused(f"{node.name} has another shape, and its dimensions another order")
-        if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
+        if not statically_known_true(sym_eq(strides, strides_for(shape))):
             raise Refused(f"{node.name} is not contiguous{'' if order is None else ' in the order of the op'}")
         if value.dim() != fake.dim():
-            for size in value.shape:
+            for size in shape:
                 if type(size) is not int and size.node.expr not in self.sizes:
                     raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
 

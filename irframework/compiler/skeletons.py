@@ -7,7 +7,7 @@ search for them is in `candidates.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FIRST_MARK = 0.7310585
 _kinds: dict[Any, int] = {}  # a number for each part that any definition has
 
-_PARAMETER = Value(-1, ())  # stands for any tensor
+TENSOR, NUMBER = -1, -2  # the kinds of a parameter, which is any tensor, and of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Part:
         kind: A number; parts that look alike have the same, also those of two definitions.
         target: What it computes.
         structure: Dimensions and steps, which are of the definition itself, by the place among its arguments.
-        items: Its arguments, one after the other: a part, any tensor, or a number.
+        items: The kinds of its arguments, one after the other; those of parameters and numbers are below zero.
         is_call: Whether it is a call of the very op, of which the arguments are not looked at.
     """
 
     kind: int
     target: str
     structure: tuple[tuple[int, Any], ...]
-    items: tuple[Any, ...]
+    items: tuple[int, ...]
     is_call: bool
 
 
@@ -69,6 +69,8 @@ class Skeleton:
         arguments: Those that it was derived for, with the numbers that stand for parameters.
         targets: What it computes with.
         parts: What must stand for each of its cores that is neither erased nor a parameter.
+        items: For these, which arguments tell something of the parameters, by their places: the core behind what is
+            erased, or the name of a number. The definition's own constants are compared when it is computed.
     """
 
     op: IrOp
@@ -85,6 +87,7 @@ class Skeleton:
     arguments: tuple[Any, ...]
     targets: frozenset[str]
     parts: Mapping[int, Part]
+    items: Mapping[int, tuple[tuple[int, Any], ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,28 +246,38 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     cores = set().union(*below)
     targets = frozenset(table.cores[core].target.partition("[")[0] for core in cores) - ERASED - {"leaf"}
     where = (len(cores), index, root, tuple(others))
-    parts = _parts(op, table, cores, tensors.keys(), list(fixed.values()))
-    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets, parts)
+    working = [core for core in sorted(cores) if core not in tensors and table.cores[core].target not in ERASED]
+    items = {core: _stripped_items(table, core) for core in working}
+    parts = _parts(op, table, items, list(fixed.values()))
+    telling = {core: _telling(items[core], marks) for core in items}
+    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets, parts, telling)
+
+
+def _stripped_items(table: ValueTable, core: int) -> tuple[Any, ...]:
+    items = items_of(table.cores[core].args)
+    return tuple(stripped(table, item.core) if isinstance(item, Value) else item for item in items)
+
+
+def _telling(items: tuple[Any, ...], marks: Mapping[Any, str]) -> tuple[tuple[int, Any], ...]:
+    named = [marks.get(constant(item)) if isinstance(item, Number) else item for item in items]
+    return tuple((place, item) for place, item in enumerate(named) if item is not None)
 
 
 def _parts(
-    op: IrOp, table: ValueTable, cores: Iterable[int], parameters: Collection[int], given: Collection[Any]
+    op: IrOp, table: ValueTable, items: Mapping[int, tuple[Any, ...]], given: Collection[Any]
 ) -> dict[int, Part]:
-    """What must stand for each of these cores; numbers among `given`, the arguments, may be others in a graph."""
+    """What must stand for each core that has items; numbers among `given`, the arguments, may be others in a graph."""
     parts: dict[int, Part] = {}
-    for number in sorted(cores):  # a core comes behind what it is computed of
+    for number in items:  # a core comes behind what it is computed of
         core = table.cores[number]
-        if number in parameters or core.target in ERASED:
-            continue
-        items: list[Any] = []
-        for item in items_of(core.args):
-            behind = stripped(table, item.core) if isinstance(item, Value) else None
-            items.append(item if behind is None else _PARAMETER if behind in parameters else parts[behind])
+        kinds = tuple(
+            NUMBER if isinstance(item, Number) else parts[item].kind if item in parts else TENSOR
+            for item in items[number]
+        )
         structure = tuple((place, arg) for place, arg in enumerate(core.args) if _is_structure(arg, given))
-        open_items = tuple(item.kind if isinstance(item, Part) else isinstance(item, Value) for item in items)
         is_call = core.target == f"irframework::{op.name}"
-        kind = _kinds.setdefault((core.target, structure, tuple(map(repr, open_items)), is_call), len(_kinds))
-        parts[number] = Part(kind, core.target, structure, tuple(items), is_call)
+        kind = _kinds.setdefault((core.target, structure, kinds, is_call), len(_kinds))
+        parts[number] = Part(kind, core.target, structure, kinds, is_call)
     return parts
 
 

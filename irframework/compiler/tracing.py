@@ -224,6 +224,23 @@ def fake_like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     return FakeTensor(mode, meta, value.device)
 
 
+def fake_reshaped(base: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
+    """A contiguous fake tensor in another shape, on the same storage."""
+    plain = all(type(size) is int for size in (*shape, *base.shape))
+    if type(base) is not FakeTensor or not plain:
+        with mode, torch.no_grad():
+            return base.view(shape)
+    with in_kernel_invocation_manager(mode), torch.no_grad():
+        meta = torch.ops.aten.view.default(base, shape)
+    return FakeTensor(mode, meta, base.device)
+
+
+def is_plainly_contiguous(value: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous for all values that its sizes can have, told without a guard."""
+    numbers = (*value.shape, *value.stride())
+    return all(type(each) is int for each in numbers) and value.stride() == contiguous_strides(value)
+
+
 def fake_view(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     """A fake tensor that lies on the storage of `base` as `like` lies on its own; None where that cannot be said."""
     if type(base) is not FakeTensor or base.dtype != like.dtype or like.layout is not torch.strided:
@@ -234,10 +251,15 @@ def fake_view(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
 
 
 def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
-    """The strides a contiguous tensor of this shape has."""
+    """The strides a contiguous tensor of this one's shape has."""
+    return strides_for(value.shape)
+
+
+def strides_for(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a contiguous tensor of a shape."""
     strides: list[Any] = []
     step: Any = 1
-    for size in reversed(value.shape):
+    for size in reversed(shape):
         strides.append(step)
         step = step * (max(size, 1) if type(size) is int else size)
     return tuple(reversed(strides))

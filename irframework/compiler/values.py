@@ -11,7 +11,7 @@ Read in torch 2.11 and 2.13: which ops Inductor's decompositions leave, `torch.T
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,6 @@ from irframework.compiler.call_arguments import (
     Value,
     clamped,
     constant,
-    filled_arguments,
     from_the_end,
     is_held,
     mapped_nodes,
@@ -36,6 +35,7 @@ from irframework.compiler.call_arguments import (
     shape_of,
     values_in,
 )
+from irframework.compiler.steps import Step, TorchOp, given, step_of
 from irframework.torch_ops import op_of
 
 _SAME = {"aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy", "irframework::donate"}
@@ -83,12 +83,17 @@ class Expansion:
         places: Which arguments of the call its placeholders stand for.
         is_tuple: Whether the op returns a tuple.
         owner: Keeps what belongs to the graph alive.
+        steps: Its nodes, their constants read.
     """
 
     graph: Graph
     places: Sequence[Any]
     is_tuple: bool
     owner: Any
+    steps: Sequence[Step] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = [step_of(node) for node in self.graph.nodes]
 
 
 @dataclass(slots=True)
@@ -124,9 +129,9 @@ class ValueTable:
             if node.op != "call_function":
                 value = self.leaf(node, node.meta.get("val"))
             else:
-                value = self._call(node, self.of)
-                if may_write(node) and effects_of(node).writes:
-                    self.epoch += 1  # what is computed behind it is not what was computed before
+                value = self._call(step_of(node), self.of)
+                if node.target is not operator.getitem and may_write(node) and effects_of(node).writes:
+                    self.epoch += 1  # what is computed behind it is another value
             self.set(node, value)
 
     def set(self, node: Node, value: Any) -> None:
@@ -141,19 +146,21 @@ class ValueTable:
         if isinstance(value, Value):
             self.nodes[value.core].remove(node)
 
-    def run(self, graph: Graph, given: Sequence[Any]) -> tuple[Any, ...]:
-        """Values of the outputs of an expansion's graph, whose placeholders have the given values."""
+    def run(self, expansion: Expansion, inputs: Iterable[Any]) -> tuple[Any, ...]:
+        """Values of the outputs of an expansion, whose placeholders have the given values."""
         values: dict[Node, Any] = {}
-        rest = iter(given)
-        for node in graph.nodes:
+        rest = iter(inputs)
+        for step in expansion.steps:
+            node = step.node
             if node.op == "placeholder":
                 values[node] = next(rest)
             elif node.op == "output":
-                return tuple(values[output] for output in node.args[0])
+                outputs: Any = node.args[0]
+                return tuple(values[output] for output in outputs)
             elif node.op == "get_attr":
-                values[node] = self.leaf((id(graph), node.target), node.meta.get("val"))
+                values[node] = self.leaf((id(expansion.graph), node.target), step.val)
             else:
-                values[node] = self._call(node, values)
+                values[node] = self._call(step, values)
         raise AssertionError("a graph ends with its output")
 
     # --- values ------------------------------------------------------------------------------------------------
@@ -177,27 +184,26 @@ class ValueTable:
             self.cores.append(Core(target, args, shape, dtype))
         return number
 
-    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+    def _call(self, step: Step, values: dict[Node, Any]) -> Any:
         """The value of a call, whose arguments have values."""
-        val = node.meta.get("val")
-        target: Any = node.target
-        if target is operator.getitem:
+        node, val = step.node, step.val
+        if node.target is operator.getitem:
             source: Any = node.args[0]
             index: Any = node.args[1]
             whole = values[source]
             return whole[index] if isinstance(whole, tuple) else self.leaf(node, val)
-        if val is None or not isinstance(target, torch._ops.OpOverload):
+        if val is None or step.called is None or step.called.is_random:
             return self.leaf(node, val)
-        if torch.Tag.nondeterministic_seeded in target.tags:
-            return self.leaf(node, val)
-        found = op_of(target)
+        found = op_of(node.target)
         if found is not None:
             value = self._ir_op(found[0], node, values)
             if value is not None:
                 return value
-        if not isinstance(val, torch.Tensor) and not isinstance(val, (list, tuple)):
-            return number(val)
-        return self._torch_op(target, filled_arguments(target, node, values), val)
+        if step.shape is not None:
+            return self._torch_op(step.called, given(step, values), step.shape, step.dtype)
+        if isinstance(val, (list, tuple)):
+            return self._several(step.called.name, given(step, values), val)
+        return number(val)
 
     def _ir_op(self, op: Any, node: Node, values: dict[Node, Any]) -> Any:
         """The value of an IR op: by its definition if that can be fused, else as one op.
@@ -205,15 +211,15 @@ class ValueTable:
         Of an op that is one, the definition still tells whether it works row by row.
         """
         arguments = op.bind(node.args, node.kwargs)
-        given = mapped_nodes(arguments, lambda argument: values[argument])
+        valued = mapped_nodes(arguments, lambda argument: values[argument])
         expansion = None
-        if op.fuse or any(self.cores[value.core].shape != value.shape for value in values_in(given)):
+        if op.fuse or any(self.cores[value.core].shape != value.shape for value in values_in(valued)):
             fakes = mapped_nodes(arguments, lambda argument: argument.meta["val"])
             expansion = self.expand(op, fakes, node.meta["val"])
-        results = None if expansion is None else self.outputs(expansion, given)
+        results = None if expansion is None else self.outputs(expansion, valued)
         if op.fuse and results is not None:
             return results
-        args = tuple(each if isinstance(each, (Value, tuple)) else number(each) for each in given)
+        args = tuple(each if isinstance(each, (Value, tuple)) else number(each) for each in valued)
         return self._one_op(f"irframework::{op.name}", args, results, node.meta["val"])
 
     def _one_op(self, name: str, args: tuple[Any, ...], results: Any, val: Any) -> Any:
@@ -244,21 +250,17 @@ class ValueTable:
 
     def outputs(self, expansion: Expansion, arguments: Sequence[Any]) -> Any:
         """The value of an IR op by its definition, for arguments that have values."""
-        given = []
+        inputs = []
         for index, item in expansion.places:
             argument = arguments[index] if item is None else arguments[index][item]
-            given.append(argument if isinstance(argument, (Value, Number)) else number(argument))
-        results = self.run(expansion.graph, given)
+            inputs.append(argument if isinstance(argument, (Value, Number)) else number(argument))
+        results = self.run(expansion, inputs)
         return results if expansion.is_tuple else results[0]
 
-    def _torch_op(self, target: Any, args: tuple[Any, ...], val: Any) -> Any:
-        name = target._schema.name
-        if isinstance(val, (list, tuple)):
-            return self._several(name, args, val)
-        shape, dtype = shape_of(val), val.dtype
-        first = args[0] if args else None
+    def _torch_op(self, called: TorchOp, args: tuple[Any, ...], shape: Shape, dtype: Any) -> Any:
+        name, first = called.name, args[0] if args else None
         if isinstance(first, Value):
-            if name in _SAME or (name in _RESHAPES and target._overloadname != "dtype"):
+            if name in _SAME or (name in _RESHAPES and called.overload != "dtype"):
                 return Value(first.core, shape)
             if name in _CONVERSIONS:
                 if self.cores[first.core].dtype == dtype:
@@ -279,7 +281,7 @@ class ValueTable:
                 if dims == (-1,) and keeps:
                     return self._rows(name, (first, *rest), shape, dtype)
                 return Value(self._core(name, (self._plain(first), *rest), shape, dtype), shape)
-        if torch.Tag.pointwise in target.tags:
+        if called.is_pointwise:
             if name == "aten::clamp" and all(isinstance(bound, Number) for bound in args[1:]):
                 return self._clamp(args, shape, dtype)
             args = (*args[:1], *(self._number_for(arg, shape, dtype) for arg in args[1:]))
@@ -362,11 +364,12 @@ class ValueTable:
         if shape in ((), (1,)):  # one number, with or without a dimension
             args = mapped_values(args, lambda value: self._plain(Value(value.core, ())))
             return Value(self._core(name, args, (), dtype), shape)
-        given = dict.fromkeys(value for value in values_in(args) if value.shape not in ((), (1,)))
-        if len(given) == 1 and next(iter(given)).shape == shape:
-            x = next(iter(given))
+        large = [value for value in values_in(args) if value.shape not in ((), (1,))]
+        if large and large[0].shape == shape and all(value == large[0] for value in large[1:]):
+            x = large[0]
             own = self.cores[x.core].shape
-            moved = mapped_values(args, lambda v: Value(v.core, own) if v == x else self._plain(Value(v.core, ())))
+            seen = x if own == shape else Value(x.core, own)
+            moved = mapped_values(args, lambda v: seen if v == x else self._plain(Value(v.core, ())))
             return Value(self._core(name, moved, own, dtype), shape)
         return self._rows(name, args, shape, dtype)
 

@@ -31,7 +31,7 @@ def test_every_rule_has_one_line():
     assert sorted(set(rules)) == sorted(rules)
 
 
-@pytest.mark.parametrize("module", ["matches", "candidates", "fusion"])
+@pytest.mark.parametrize("module", ["matches", "candidates", "places", "argument_choices", "fusion"])
 def test_each_condition_has_a_mutant_or_an_excuse(module):
     excuses = excused()
     for where, text in conditions(module):
