@@ -7,6 +7,7 @@ import torch
 from irframework_vllm_c.graphs import COMPILED_WHERE, MANY
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -74,6 +75,45 @@ def test_a_number_of_rows_that_is_not_known_counts_as_large() -> None:
     )
     assert chosen("silu_and_mul", (x,)) == "vllm_c"
     assert not environment.guards
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer without its attention, as models of transformers write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.up, self.down = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def norm(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.down(self.norm(x))
+        z = self.norm(y)
+        return y + self.down(torch.nn.functional.silu(self.gate(z)) * self.up(z))
+
+
+def made_by(backend: str, model: torch.nn.Module, x: Tensor) -> str:
+    """The code that a backend makes, without the number of the graph."""
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        _, (code,) = run_and_get_code(torch.compile(model, backend=backend, dynamic=False), x)
+    return code.partition("\n")[2]
+
+
+def test_a_step_of_a_plain_model_is_the_code_that_stock_compile_makes() -> None:
+    model, x = Layer(), torch.ones(1, 1, WIDTH)
+    with ir.priority(dict.fromkeys(OPS, "native")):  # another test may have put the passes into stock Inductor
+        stock = made_by("inductor", model, x)
+    assert made_by("irframework", model, x) == stock
+
+
+def test_a_prompt_of_a_plain_model_is_not() -> None:
+    model, x = Layer(), torch.ones(1, MANY // WIDTH, WIDTH)
+    assert "irframework_vllm_c.fused_add_rms_norm" in made_by("irframework", model, x)
 
 
 def test_other_devices_than_the_cpu_are_not_asked_about() -> None:
