@@ -15,7 +15,7 @@ from typing import Any
 from irframework import bisecting, fusion_state
 from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.fusion_faults import fault_of, same_pattern
-from irframework.compiler.ingredients import Needs, may_occur, ways_of
+from irframework.compiler.ingredients import Way, may_occur, ways_of
 from irframework.compiler.matches import Match, Refused
 from irframework.compiler.report import graph_number, source_line
 from irframework.compiler.skeletons import Skeleton, Unfit, derive
@@ -30,7 +30,7 @@ from irframework.settings import effective
 
 _Bodies = tuple[Callable[..., Any], ...]
 _kept: dict[str, tuple[_Bodies, list[Skeleton]]] = {}
-_ways: dict[str, tuple[_Bodies, list[Needs] | None]] = {}
+_ways: dict[str, tuple[_Bodies, list[Way] | None]] = {}
 
 
 def looked_for() -> list[IrOp]:
@@ -53,11 +53,11 @@ def skeletons_of(op: IrOp, present: set[str]) -> list[Skeleton]:
     """
     bodies = (op.native, *(spelling.fn for spelling in op.spellings))
     ways = _ways.get(op.name)
-    if ways is None or ways[0] != bodies:
-        with apart():  # what is known of an op belongs to no graph
+    with apart():  # what is known of an op belongs to no graph
+        if ways is None or ways[0] != bodies:
             ways = _ways[op.name] = (bodies, ways_of(op, bodies))
-    if not may_occur(ways[1], present):
-        return []
+        if not may_occur(ways[1], present):
+            return []
     kept = _kept.get(op.name)
     if kept is None or kept[0] != bodies:
         with apart():

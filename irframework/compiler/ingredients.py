@@ -1,7 +1,8 @@
 """Which torch ops a definition cannot be without: a graph that lacks one need not be searched for it.
 
 Owns the quick look that saves deriving skeletons, which costs a trace for each way in which an op's arguments steer it.
-It may say yes where there is no match, never no where there is one. Does not look at how ops are connected.
+It may say yes where there is no match, never no where there is one; and says no as soon as it knows. Does not look at
+how ops are connected.
 
 Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_inductor.decomposition.select_decomp_table`.
 """
@@ -9,6 +10,7 @@ Private torch APIs, read in 2.11 and 2.13: `TorchDispatchMode`, `_inductor.decom
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,31 +42,76 @@ def ingredients_of(cores: Iterable[Core]) -> set[str]:
     return found
 
 
-def may_occur(ways: Iterable[Needs] | None, present: set[str]) -> bool:
+@dataclass(slots=True)
+class Way:
+    """One call of one body, and what it needs, as far as that had to be found out.
+
+    A body runs until it needs what a graph lacks: bodies as that of attention are long, and most graphs lack what they
+    begin with. For the next graph it runs again, if that one has all that is known of it.
+
+    Attributes:
+        op: The op.
+        body: The body.
+        arguments: What it is called with.
+        needs: What it needs.
+        is_done: Whether that is all.
+    """
+
+    op: IrOp
+    body: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    needs: Needs | None = frozenset()
+    is_done: bool = False
+
+    def may_occur(self, present: set[str]) -> bool:
+        """Whether a graph with these ingredients has all that is needed."""
+        if not self.is_done and self._is_met(present):
+            self._run(present)
+        return self._is_met(present)
+
+    def _is_met(self, present: set[str]) -> bool:
+        return self.needs is not None and all(is_there(need, present) for need in self.needs)
+
+    def _run(self, present: set[str]) -> None:
+        recorder = _Recorder(present)
+        try:
+            with torch.no_grad(), recorder:
+                self.body(*self.arguments)
+        except _LackingError:
+            self.needs = frozenset(recorder.needs)
+            return
+        except Exception:  # who derives the definition says what is wrong with it
+            recorder.needs = set()
+        self.is_done, self.needs = True, frozenset(recorder.needs)
+        if recorder.needs and all(f"irframework::{self.op.name}" in whole for _, whole in recorder.needs):
+            self.needs = None  # nothing but a call of the op itself
+
+
+class _LackingError(BaseException):
+    """A body needs what a graph lacks; no body may catch it."""
+
+
+def is_there(need: tuple[str, frozenset[str]], present: set[str]) -> bool:
+    """Whether a graph has what is needed, or an IR op that stands for it."""
+    name, whole = need
+    return name in present or not whole.isdisjoint(present)
+
+
+def may_occur(ways: Iterable[Way] | None, present: set[str]) -> bool:
     """Whether one way of computing a definition has all that it needs."""
-    return ways is None or any(
-        all(name in present or not whole.isdisjoint(present) for name, whole in needs) for needs in ways
-    )
+    return ways is None or any(way.may_occur(present) for way in ways)
 
 
-def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Needs] | None:
-    """What each body of an op needs for each call that its input generator yields; None where that is not known."""
+def ways_of(op: IrOp, bodies: Iterable[Callable[..., Any]]) -> list[Way] | None:
+    """Each call that an op's input generator yields, of each body; None where that is not known."""
     if op.input_generator is None:
         return None
-    found: dict[Needs, None] = {}
     try:
-        with torch.no_grad():
-            for arguments in shown_calls(op):
-                for body in bodies:
-                    if body is op.native and known_by_spelling(op):
-                        continue
-                    with _Recorder() as recorder:
-                        body(*arguments)
-                    if not recorder.needs or not all(f"irframework::{op.name}" in whole for _, whole in recorder.needs):
-                        found[frozenset(recorder.needs)] = None
+        calls = shown_calls(op)
     except Exception:  # who derives the definition says what is wrong with it
         return None
-    return list(found)
+    found = [body for body in bodies if not (body is op.native and known_by_spelling(op))]
+    return [Way(op, body, arguments) for arguments in calls for body in found]
 
 
 @cache
@@ -81,10 +128,11 @@ def _stays(target: Any) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down what a body calls."""
+    """Writes down what a body calls, until it calls what is not there."""
 
-    def __init__(self) -> None:
+    def __init__(self, present: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.present = present
         self.needs: set[tuple[str, frozenset[str]]] = set()
         self.inside: frozenset[str] = frozenset()
 
@@ -112,7 +160,10 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _note(self, name: str) -> None:
-        self.needs.add((name, self.inside))
+        need = (name, self.inside)
+        self.needs.add(need)
+        if not is_there(need, self.present):
+            raise _LackingError(name)
 
 
 def _is_code(args: Any) -> bool:
