@@ -94,9 +94,10 @@ def test_compiled_code_writes_to_planned_memory(dynamic: bool) -> None:
 
     args = (X, X[:, :16].contiguous(), WEIGHT, torch.arange(6), SCALE)
     torch._dynamo.reset()
-    with torch.no_grad(), config.patch(fx_graph_cache=False):
+    quantising = ("static_quant_fp8", "rms_norm_dynamic_quant_fp8")
+    names = ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", *quantising)
+    with torch.no_grad(), config.patch(fx_graph_cache=False), ir.priority(dict.fromkeys(names, "vllm_c")):
         got, code = run_and_get_code(torch.compile(block, backend="irframework", dynamic=dynamic), *args)
         torch.testing.assert_close(got, block(*args))
-    quantising = ("static_quant_fp8", "rms_norm_dynamic_quant_fp8")
-    for name in ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", *quantising):
+    for name in names:
         assert f"irframework_vllm_c.{name}.out(" in code[0]
