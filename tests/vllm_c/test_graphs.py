@@ -16,7 +16,7 @@ from irframework.dispatch import resolve
 
 WIDTH = 64
 OPS = sorted(COMPILED_WHERE)
-LEFT = "silu_mul"  # whatever its size
+LEFT = ("silu_and_mul", "silu_mul")  # whatever their sizes
 
 
 def arguments(name: str, rows: int) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ def test_few_numbers_are_left_to_inductor(name: str) -> None:
     assert chosen(name, arguments(name, MANY // WIDTH - 1)) == "native"
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != LEFT])
+@pytest.mark.parametrize("name", [name for name in OPS if name not in LEFT])
 def test_many_numbers_are_given_to_the_kernels(name: str) -> None:
     assert chosen(name, arguments(name, MANY // WIDTH)) == "vllm_c"
 
@@ -63,8 +63,9 @@ def test_the_reason_is_told(name: str) -> None:
     assert "Inductor's own loop " in reasons["vllm_c"]
 
 
-def test_the_gate_whose_kernel_gains_nothing_is_always_left_to_inductor() -> None:
-    assert chosen(LEFT, arguments(LEFT, 8 * MANY)) == "native"
+@pytest.mark.parametrize("name", LEFT)
+def test_gates_whose_kernels_gain_nothing_are_always_left_to_inductor(name: str) -> None:
+    assert chosen(name, arguments(name, MANY)) == "native"
 
 
 def test_a_number_of_rows_that_is_not_known_counts_as_large() -> None:
@@ -73,7 +74,7 @@ def test_a_number_of_rows_that_is_not_known_counts_as_large() -> None:
     x: Tensor = FakeTensorMode(shape_env=environment).from_tensor(
         torch.ones(3, WIDTH), source=ConstantSource("x"), symbolic_context=context
     )
-    assert chosen("silu_and_mul", (x,)) == "vllm_c"
+    assert chosen("gelu_and_mul", (x,)) == "vllm_c"
     assert not environment.guards
 
 
@@ -116,5 +117,6 @@ def test_a_prompt_of_a_plain_model_is_not() -> None:
     assert "irframework_vllm_c.fused_add_rms_norm" in made_by("irframework", model, x)
 
 
-def test_other_devices_than_the_cpu_are_not_asked_about() -> None:
-    assert COMPILED_WHERE["silu_and_mul"](torch.ones(3, WIDTH, device="meta")) is True
+@pytest.mark.parametrize("name", ["gelu_and_mul", "silu_and_mul"])
+def test_other_devices_than_the_cpu_are_not_asked_about(name: str) -> None:
+    assert COMPILED_WHERE[name](torch.ones(3, WIDTH, device="meta")) is True

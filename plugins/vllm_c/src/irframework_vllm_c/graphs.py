@@ -11,7 +11,7 @@ from torch import Tensor
 
 import irframework as ir
 
-MANY = 1 << 14
+MANY = 1 << 15
 
 
 def many_in_x(x: Tensor) -> bool | ir.Rejected:
@@ -29,8 +29,13 @@ def many_in_query(query: Tensor) -> bool | ir.Rejected:
     return _many("query", query)
 
 
-def never(gate: Tensor) -> ir.Rejected:
-    """Nothing was gained over any number of rows."""
+def only_on_gpus(x: Tensor) -> bool | ir.Rejected:
+    """Nothing was gained on CPUs, over any number of rows."""
+    return x.device.type != "cpu" or never()
+
+
+def never() -> ir.Rejected:
+    """Nothing was gained over any number of rows, and only CPUs have the kernel."""
     return ir.reject("Inductor's own loop takes no longer than the kernel, and needs no call")
 
 
@@ -48,7 +53,7 @@ COMPILED_WHERE: Mapping[str, Callable[..., bool | ir.Rejected]] = {
     "fused_add_rms_norm": many_in_x,
     "gemma_rms_norm": many_in_x,
     "fused_add_gemma_rms_norm": many_in_x,
-    "silu_and_mul": many_in_x,
+    "silu_and_mul": only_on_gpus,
     "gelu_and_mul": many_in_x,
     "silu_mul": never,
     "gelu_mul": many_in_gate,
