@@ -6,6 +6,7 @@ dimensions counted from the last. Does not read calls (`steps.py`), nor know wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,26 @@ class Identity:
 def shape_of(val: torch.Tensor) -> Shape:
     """The shape of a fake tensor; symbolic sizes as constants."""
     return tuple(size if type(size) is int else number(size) for size in val.shape)
+
+
+def rows_apart(own: Shape, shape: Shape) -> Shape:
+    """A shape of the same numbers that ends as `shape` does, and begins as `own` does as far as it can.
+
+    `[..., hidden]` that stands as `[rows, groups, size]` is `[..., groups, size]`. Where sizes are not known: `own`.
+    """
+    if not own or not shape or own[-1] == shape[-1]:
+        return own
+    at, place = len(own) - 1, len(shape) - 1
+    while True:
+        last, wanted = own[at:], shape[place:]
+        if not all(isinstance(size, int) for size in (*last, *wanted)):
+            return own
+        held, needed = math.prod(last), math.prod(wanted)
+        if held == needed:
+            return (*own[:at], *wanted)
+        at, place = (at - 1, place) if held < needed else (at, place - 1)
+        if at < 0 or place < 0:
+            return own
 
 
 def number(value: Any) -> Number:

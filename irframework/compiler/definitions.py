@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 
 from irframework.compiler.recording import BeyondError, recorded
+from irframework.compiler.steps import Expansion
 from irframework.compiler.tracing import fake_like, trace
-from irframework.compiler.values import Expansion
 from irframework.registry import registry
 
 if TYPE_CHECKING:

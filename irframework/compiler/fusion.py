@@ -307,7 +307,7 @@ class _Fusion:
         shape = node.meta["val"].shape
         if not statically_known_true(sym_eq(tuple(shape), tuple(result.meta["val"].shape))):
             with self.graph.inserting_after(fresh[-1]):
-                sizes = [size if type(size) is int else self.judge.sizes[size.node.expr] for size in shape]
+                sizes = self.judge.sizes_for(shape)
                 view = self.graph.call_function(torch.ops.aten.view.default, (result, sizes))
             mode = fake_mode_of((node.meta["val"],))
             assert mode is not None

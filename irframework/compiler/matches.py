@@ -264,10 +264,17 @@ class Judge:
                 raise Refused(f"{node.name} has another shape, and its dimensions another order")
         if not statically_known_true(sym_eq(strides, strides_for(shape))):
             raise Refused(f"{node.name} is not contiguous{'' if order is None else ' in the order of the op'}")
-        if value.dim() != fake.dim():
-            for size in shape:
-                if type(size) is not int and size.node.expr not in self.sizes:
-                    raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
+        if value.dim() != fake.dim() and self.sizes_for(shape) is None:
+            raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
+
+    def sizes_for(self, shape: Iterable[Any]) -> list[Any] | None:
+        """What a view into this shape is told; None where it would have to be told a size that nothing in the graph is.
+
+        One such size follows from the others, if none of these can be zero.
+        """
+        sizes = [size if type(size) is int else self.sizes.get(size.node.expr, -1) for size in shape]
+        follows = sizes.count(-1) == 1 and all(type(size) is int and size != 0 for size in sizes)
+        return sizes if follows or -1 not in sizes else None
 
 
 def _is_returned(node: Node) -> bool:

@@ -7,12 +7,13 @@ op computes (`values.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from irframework.compiler.call_arguments import Number, Shape, Value, number, shape_of
 
@@ -81,6 +82,28 @@ def step_of(node: Node) -> Step:
     if isinstance(val, torch.Tensor):
         return Step(node, called, args, val, shape_of(val), val.dtype)
     return Step(node, called, args, val, None, None)
+
+
+@dataclass(slots=True)
+class Expansion:
+    """The definition of an IR op for arguments of certain kinds, as a graph of torch ops.
+
+    Attributes:
+        graph: Returns a tuple.
+        places: Which arguments of the call its placeholders stand for.
+        is_tuple: Whether the op returns a tuple.
+        owner: Keeps what belongs to the graph alive.
+        steps: Its nodes, their constants read.
+    """
+
+    graph: Graph
+    places: Sequence[Any]
+    is_tuple: bool
+    owner: Any
+    steps: Sequence[Step] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.steps = [step_of(node) for node in self.graph.nodes]
 
 
 def given(step: Step, values: dict[Node, Any]) -> tuple[Any, ...]:

@@ -32,10 +32,11 @@ from irframework.compiler.call_arguments import (
     mapped_values,
     number,
     plain_number,
+    rows_apart,
     shape_of,
     values_in,
 )
-from irframework.compiler.steps import Step, TorchOp, given, step_of
+from irframework.compiler.steps import Expansion, Step, TorchOp, given, step_of
 from irframework.torch_ops import op_of
 
 _SAME = {"aten::clone", "aten::alias", "aten::detach", "aten::lift_fresh_copy", "irframework::donate"}
@@ -72,28 +73,6 @@ class Core:
 
 
 Expand = Callable[[Any, Sequence[Any], Sequence[Any]], "Expansion | None"]
-
-
-@dataclass(slots=True)
-class Expansion:
-    """The definition of an IR op for arguments of certain kinds, as a graph of torch ops.
-
-    Attributes:
-        graph: Returns a tuple.
-        places: Which arguments of the call its placeholders stand for.
-        is_tuple: Whether the op returns a tuple.
-        owner: Keeps what belongs to the graph alive.
-        steps: Its nodes, their constants read.
-    """
-
-    graph: Graph
-    places: Sequence[Any]
-    is_tuple: bool
-    owner: Any
-    steps: Sequence[Step] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.steps = [step_of(node) for node in self.graph.nodes]
 
 
 @dataclass(slots=True)
@@ -229,10 +208,12 @@ class ValueTable:
         wanted = [None] * len(vals) if results is None else list(results) if several else [results]
         moved = mapped_values(args, lambda value: Value(value.core, self.cores[value.core].shape))
         plain = mapped_values(args, self._plain)
-        outputs = []
+        outputs: list[Any] = []
         for index, (item, result) in enumerate(zip(vals, wanted, strict=True)):
-            word = f"{name}[{index}]" if several else name
-            shape = shape_of(item)
+            if not isinstance(item, torch.Tensor):
+                outputs.append(number(item))
+                continue
+            word, shape = f"{name}[{index}]" if several else name, shape_of(item)
             if isinstance(result, Value) and self.cores[result.core].shape != result.shape:  # reshapes came behind it
                 natural = self.cores[result.core].shape
                 outputs.append(Value(self._core(word, moved, natural, item.dtype), shape))
@@ -262,12 +243,20 @@ class ValueTable:
         if isinstance(first, Value):
             if name in _SAME or (name in _RESHAPES and called.overload != "dtype"):
                 return Value(first.core, shape)
+            if called.overload == "dtype" and name == "aten::view" and first.shape == shape:
+                return self._each(name, args, shape, dtype)  # the bits of each number
             if name in _CONVERSIONS:
                 if self.cores[first.core].dtype == dtype:
                     return Value(first.core, shape)
                 return self._converted(first, shape, dtype)
             if name == _SLICE:
                 return self._slice(first, args[1:], shape, dtype)
+            if name == "aten::select" and from_the_end(args[1], len(first.shape)) == (-1,):
+                at = plain_number(args[2])
+                if isinstance(at, int) and isinstance(first.shape[-1], int):
+                    at = at + first.shape[-1] if at < 0 else at
+                    where = (Number(-1), number(at), number(at + 1), Number(1))
+                    return Value(self._slice(first, where, (*first.shape[:-1], 1), dtype).core, shape)
             if name == _EXPAND and first.shape == shape:
                 return first
             if name == "aten::mul" and args[1] == number(1.0) and self.cores[first.core].dtype == dtype:
@@ -330,13 +319,8 @@ class ValueTable:
                 parts.append(self._slice(first, where, shape_of(item), item.dtype))
                 start = end
             return tuple(parts)
-        plain = mapped_values(args, self._plain)
-        return tuple(
-            Value(self._core(f"{name}[{index}]", plain, shape_of(item), item.dtype), shape_of(item))
-            if isinstance(item, torch.Tensor)
-            else number(item)
-            for index, item in enumerate(val)
-        )
+        results: tuple[Any, ...] = self._one_op(name, args, None, val)
+        return results
 
     def _slice(self, x: Value, where: Sequence[Any], shape: Shape, dtype: Any) -> Value:
         axis = from_the_end(where[0] if where else Number(0), len(shape))[0]
@@ -358,6 +342,11 @@ class ValueTable:
         if core.shape == value.shape:
             return value
         return Value(self._core(_VIEW, (Value(value.core, core.shape),), value.shape, core.dtype), value.shape)
+
+    def _taken_apart(self, value: Value) -> tuple[Value, Shape]:
+        """The value, computed as rows in parts if that is how it stands; and the shape in which it is computed."""
+        own = rows_apart(self.cores[value.core].shape, value.shape)
+        return Value(self._plain(Value(value.core, own)).core, value.shape), own
 
     def _each(self, name: str, args: tuple[Any, ...], shape: Shape, dtype: Any) -> Value:
         """The value of what works on each element alone: of one tensor, all reshapes come behind it."""
@@ -384,7 +373,7 @@ class ValueTable:
             if not isinstance(arg, Value):
                 moved.append(arg)
                 continue
-            own = self.cores[arg.core].shape
+            arg, own = self._taken_apart(arg)
             if len(arg.shape) == len(shape) and arg.shape[:-1] == shape[:-1] and own and own[-1:] == arg.shape[-1:]:
                 leads.add(own[:-1])
                 moved.append(Value(arg.core, own))

@@ -291,12 +291,32 @@ def test_transposed_rows_give_contiguous_codes():
     assert found == {"rms_norm_dynamic_quant_fp8": 1}
 
 
-def test_a_reshape_between_the_two_does_not_matter():
-    def program(x, weight):
-        return ir.ops.dynamic_quant_fp8(ir.ops.rms_norm(x, weight, EPSILON).view(-1, 256))
+RESHAPED = {
+    "static_quant_fp8": lambda y: ir.ops.static_quant_fp8(y, torch.full((1,), 0.1)),
+    "dynamic_quant_fp8": lambda y: ir.ops.dynamic_quant_fp8(y),
+    "group_quant_fp8": lambda y: ir.ops.group_quant_fp8(y, 64),
+    "group_quant_fp8, powers of two": lambda y: ir.ops.group_quant_fp8(y, 128, False, True),
+    "quant_nvfp4": lambda y: ir.ops.quant_nvfp4(y, torch.full((1,), 0.01)),
+}
 
-    found = fusions(program, rows(torch.bfloat16, 2, 3, 256), torch.randn(256))
-    assert found == {"rms_norm_dynamic_quant_fp8": 1}
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", RESHAPED)
+def test_a_reshape_between_the_two_does_not_matter(kind, dynamic):
+    def program(x, weight):
+        return RESHAPED[kind](ir.ops.rms_norm(x, weight, EPSILON).view(-1, 256))
+
+    found = fusions(program, rows(torch.bfloat16, 2, 3, 256), torch.randn(256), dynamic=dynamic)
+    assert found == {f"rms_norm_{kind.split(',')[0]}": 1}
+
+
+def test_scales_that_stand_by_columns_of_reshaped_rows_are_told():
+    def program(x, weight):
+        return ir.ops.group_quant_fp8(ir.ops.rms_norm(x, weight, EPSILON).view(-1, 256), 64, True)
+
+    assert fusions(program, rows(torch.bfloat16, 2, 3, 256), torch.randn(256)) == {}
+    (missed,) = ir.last_report().missed_fusions
+    assert "its output 1 is computed nowhere here" in missed.reason
 
 
 def test_rows_of_any_number_fuse():

@@ -1,5 +1,6 @@
 """What stands in a graph where a fused op was found, and what is told where it was not. One fault per test."""
 
+import pytest
 import torch
 from compiler_support import report, run
 from fusion_support import W, X, Y, body_of, calls_of, fused_in, searched, traced
@@ -182,11 +183,30 @@ def test_a_reshape_may_read_a_size_and_the_size_be_read_elsewhere(fused):
     assert report().fusions == {op.name: 1}
 
 
-def test_an_output_has_no_size_that_would_have_to_be_computed(fused):
+def test_rows_that_are_cut_are_other_rows_however_many_there_are(fused):
+    fused(body_of(lambda x: tanh(x).amax(-1, keepdim=True)))
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    run(lambda x: tanh(x).view(-1, 4).amax(-1, keepdim=True), x)
+    assert report().fusions == {}
+
+
+def test_one_size_of_an_output_may_follow_from_the_others(fused):
     op = fused(gated)
     x = X.clone()
     torch._dynamo.mark_dynamic(x, 0)
     run(lambda x, w: (tanh(x).view(2, -1, 8) * w).sin(), x, W)
+    assert report().fusions == {op.name: 1}
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_size_of_an_output_does_not_follow_from_others_that_may_be_zero(fused, where):
+    op = fused(gated)
+    x = torch.rand(4, 6, 2, 8)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    by = (lambda x: (x.shape[0], -1, 8), lambda x: (x.shape[0] * 2, x.shape[1] // 2 * 2, 8))[where]
+    run(lambda x, w: (tanh(x).reshape(by(x)) * w).sin(), x, W)
     (miss,) = [miss for miss in report().missed_fusions if miss.op == op.name]
     assert miss.reason.endswith("has another shape, with a size that is no input of the graph")
 

@@ -11,8 +11,9 @@ from irframework.compiler import definitions, fusion
 from irframework.compiler.definitions import Definitions, known_by_spelling
 from irframework.compiler.recording import BeyondError, recorded
 from irframework.compiler.skeletons import samples_of
+from irframework.compiler.steps import Expansion
 from irframework.compiler.tracing import trace
-from irframework.compiler.values import Expansion, ValueTable
+from irframework.compiler.values import ValueTable
 from irframework.registry import registry
 
 

@@ -6,6 +6,8 @@ from fusion_support import W, X, Y, body_of, fused_in, searched, traced
 from torch import Tensor, tanh
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from irframework.compiler.call_arguments import number, rows_apart
+
 _aten, _prims = torch.ops.aten, torch.ops.prims
 B, D = X.bfloat16(), Y.bfloat16()
 N = torch.arange(32).reshape(4, 8)
@@ -43,6 +45,21 @@ SAME = {
         lambda x, w: tanh(x).view(32).sin().view(4, 8) * w,
         X,
         W,
+    ),
+    "reshape before groups of a row": (
+        lambda x: tanh(x).unflatten(-1, (-1, 4)) / tanh(x).unflatten(-1, (-1, 4)).amax(-1, keepdim=True),
+        lambda x: tanh(x).view(4, 2, 4) / tanh(x).view(4, 2, 4).amax(-1, keepdim=True),
+        X.view(2, 2, 8),
+    ),
+    "bits of reshaped groups": (
+        lambda x: tanh(x).unflatten(-1, (-1, 4)).amax(-1, keepdim=True).view(torch.int32) + 1,
+        lambda x: tanh(x).view(4, 2, 4).amax(-1, keepdim=True).view(torch.int32) + 1,
+        X.view(2, 2, 8),
+    ),
+    "neighbours in a reshaped row": (
+        lambda x: tanh(x).unflatten(-1, (-1, 2))[..., 0] - tanh(x).unflatten(-1, (-1, 2))[..., -1],
+        lambda x: tanh(x).view(4, 4, 2)[..., 0] - tanh(x).view(4, 4, 2)[..., 1],
+        X.view(2, 2, 8),
     ),
     "conversion to its own dtype": (
         lambda x, y: tanh(x) * y,
@@ -214,3 +231,22 @@ def test_two_draws_are_two_values(fused):
     op = fused(body_of(lambda x, y: tanh(x + y) * x))
     module = traced(lambda y: tanh(torch.rand_like(y) + y) * torch.rand_like(y), Y)
     assert fused_in(module).fusions.get(op.name, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "shape", "apart"),
+    [
+        ((2, 3, 256), (6, 4, 64), (2, 3, 4, 64)),
+        ((2, 3, 4, 64), (6, 256), (2, 3, 256)),
+        ((2, 3, 16, 16), (6, 128, 2), (2, 3, 128, 2)),
+        ((2, 3, 256), (6, 256), (2, 3, 256)),
+        ((2, 3, 4), (4, 6), (4, 6)),
+        ((number(torch.inf), 8), (number(torch.inf), 2, 4), (number(torch.inf), 2, 4)),
+        ((4, number(torch.inf)), (2, 2, 4), (4, number(torch.inf))),
+        ((), (1, 1), ()),
+        ((0, 8), (0, 2, 4), (0, 2, 4)),
+    ],
+    ids=str,
+)
+def test_rows_stand_apart_as_far_behind_as_their_shape_needs(own, shape, apart):
+    assert rows_apart(own, shape) == apart
