@@ -301,6 +301,7 @@ def register(provider: str) -> None:
         inplace: Callable[..., Any] | None = None,
         overwrites: bool = False,
         batch_invariant: bool = True,
+        compiled_where: Callable[..., Any] | None = None,
     ) -> None:
         op: ir.IrOp = getattr(ir.ops, fn.__name__)
         op.register_impl(
@@ -311,6 +312,7 @@ def register(provider: str) -> None:
             functional=fn if inplace else None,
             device_types=DEVICES,
             batch_invariant=batch_invariant,
+            compiled_where=compiled_where,
         )(inplace or fn)
 
     values = {"x": FLOATS, "weight": FLOATS}
