@@ -12,7 +12,8 @@ from irframework.errors import ConditionError
 if TYPE_CHECKING:
     from irframework.impl import IrOpImpl
 
-DEFAULTS = ("platform default", "registered")  # origins of providers that no user named
+PLATFORM_DEFAULT, REGISTERED = "platform default", "registered"
+DEFAULTS = (PLATFORM_DEFAULT, REGISTERED)  # origins of providers that no user named
 
 
 @dataclass(frozen=True, slots=True)

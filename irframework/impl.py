@@ -305,6 +305,20 @@ def check_parameters(op: "IrOp", fn: Callable[..., Any], what: str) -> None:
         )
 
 
+def check_compiled_where(op: "IrOp", provider: str, predicate: object) -> None:
+    """Check the option `compiled_where` of a registration, which may be None.
+
+    Raises:
+        ConditionError: It is no function.
+        SignatureError: As `check_parameters`.
+    """
+    if predicate is not None and not callable(predicate):
+        what = f"must be a function of some of the op's parameters, got {predicate!r:.60}."
+        raise ConditionError(f"Op {op.name!r}, provider {provider!r}: compiled_where {what}")
+    if predicate is not None:
+        check_parameters(op, predicate, f"compiled_where of provider {provider!r}")
+
+
 def check_signature(op: "IrOp", fn: Callable[..., Any], what: str, provider: str) -> tuple[str, ...]:
     """Check a provider's function against the op's signature: names, order, kinds and defaults.
 

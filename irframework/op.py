@@ -21,6 +21,7 @@ from irframework.errors import (
 )
 from irframework.impl import (
     IrOpImpl,
+    check_compiled_where,
     check_functional,
     check_inplace,
     check_parameters,
@@ -32,7 +33,6 @@ from irframework.impl import (
     place_of,
 )
 from irframework.maybe_inplace import MaybeInplace
-from irframework.predicates import check_compiled_where
 from irframework.registry import find_op, load_plugins, registry
 from irframework.spellings import with_spelling
 from irframework.support import Answer, Support

@@ -1,19 +1,14 @@
 """Functions in which providers say which calls they take.
 
-Owns how one is called, how its answer is read, and which parameters one of compiled code may have. Does not decide when
-they are asked: see `impl.py` and `dispatch.py`.
+Owns how one is called, and how its answer is read. Does not decide when one is asked: see `impl.py`, `dispatch.py`.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from irframework import symbolic
 from irframework.decision import Rejected
-from irframework.errors import ConditionError
-
-if TYPE_CHECKING:
-    from irframework.op import IrOp
 
 RAISED = "raised"  # what the reason of an answer that was an exception says behind the option's name
 
@@ -43,22 +38,3 @@ def answer_of(predicate: Callable[..., Any], named: Mapping[str, Any], option: s
     if isinstance(answer, Rejected):
         return answer
     return None if accepted else Rejected(f"{option} said no")
-
-
-def check_compiled_where(op: "IrOp", provider: str, predicate: object) -> None:
-    """Check the option `compiled_where` of a registration, which may be None.
-
-    Raises:
-        ConditionError: It is no function.
-        SignatureError: It takes other parameters than the op has, or takes them in another order.
-    """
-    from irframework.impl import check_parameters
-
-    if predicate is None:
-        return
-    if not callable(predicate):
-        raise ConditionError(
-            f"Op {op.name!r}, provider {provider!r}: compiled_where must be a function of some of the op's parameters, "
-            f"got {predicate!r:.60}."
-        )
-    check_parameters(op, predicate, f"compiled_where of provider {provider!r}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from irframework.custom_op_rules import native_only
-from irframework.decision import DEFAULTS
+from irframework.decision import DEFAULTS, PLATFORM_DEFAULT, REGISTERED
 from irframework.errors import PrioritySyntaxError, UnknownProviderError, suggest
 from irframework.registry import registry
 from irframework.settings import SWITCHES_OF_COMPILED_CODE, effective, layers, settings
@@ -317,9 +317,9 @@ def _layers(op: "IrOp", device: str | None, mode: str) -> Iterator[tuple[str, It
     platform = current_platform() if device is None else platform_for(device)
     for defaults in default_lists(platform, mode):
         wanted = defaults.get(op.name, defaults.get("*", ()))
-        yield "platform default", [provider for provider in wanted if provider in op.registered]
-    yield "registered", sorted(provider for provider in op.registered if provider != "native")
-    yield "registered", ("native",)
+        yield PLATFORM_DEFAULT, [provider for provider in wanted if provider in op.registered]
+    yield REGISTERED, sorted(provider for provider in op.registered if provider != "native")
+    yield REGISTERED, ("native",)
 
 
 _env_text: str | None = None

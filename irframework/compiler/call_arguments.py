@@ -1,7 +1,7 @@
 """Arguments of calls in a form that compares: values, constants, and tuples of these.
 
-Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), and
-dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op computes (`values.py`).
+Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), shapes,
+and dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op computes (`values.py`).
 """
 
 from __future__ import annotations

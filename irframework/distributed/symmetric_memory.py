@@ -77,7 +77,7 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 1024 * 1024
             shared.enable_symm_mem_for_group(name)  # type: ignore[arg-type]
         buffer = shared.empty(max(one_shot_bytes, 16), dtype=torch.uint8, device=device)
         shared.rendezvous(buffer, name)  # type: ignore[arg-type]
-        _memories[name] = _shared(shared, name, given.size(), one_shot_bytes, device)
+        _memories[name] = _memory_for(shared, name, given.size(), one_shot_bytes, device)
     except RuntimeError as error:
         raise DeviceUnavailableError(
             f"The processes of group {name!r} cannot share GPU memory: {error}. They must be on one host, each with a "
@@ -88,11 +88,11 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 1024 * 1024
     registry.changed()
 
 
-def _shared(torchs: Any, name: str, size: int, capacity: int, device: torch.device) -> tuple[SharedMemory, Tensor]:
+def _memory_for(shared: Any, name: str, size: int, capacity: int, device: torch.device) -> tuple[SharedMemory, Tensor]:
     """Memory for kernels of plugins. Its signals are zero in all processes before any of them may send one."""
-    memory: Tensor = torchs.empty(bytes_of(size, capacity), dtype=torch.uint8, device=device).zero_()
+    memory: Tensor = shared.empty(bytes_of(size, capacity), dtype=torch.uint8, device=device).zero_()
     torch.cuda.synchronize(device)
-    handle = torchs.rendezvous(memory, name)  # returns when all have come, and all have come from the line above
+    handle = shared.rendezvous(memory, name)  # returns when all have come, and all have come from the line above
     into = memory.data_ptr() - handle.buffer_ptrs[handle.rank]  # torch's memory may begin before ours, in all alike
     return laid_out([start + into for start in handle.buffer_ptrs], handle.rank, capacity, device), memory
 

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from irframework_triton_kernels.kernels.codes import INFINITY, LARGEST, MAGNITUDE, magnitudes
+from irframework_triton_kernels.tiles import NVFP4_BLOCK
 
-BLOCK = tl.constexpr(16)  # elements under one scale
+BLOCK = tl.constexpr(NVFP4_BLOCK)
 # From here to twice as much, the last bit of a float32 number is worth 1: what is added to it is rounded to a whole
 # number, which the lowest bits are. Those of the number itself are zero.
 WHOLE_NUMBERS = tl.constexpr(12582912.0)

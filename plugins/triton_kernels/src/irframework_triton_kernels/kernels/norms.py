@@ -50,7 +50,8 @@ def inverse_root(total, variance_size, epsilon):
 
 
 @triton.jit
-def _weight(weight, columns, hidden, has_weight: tl.constexpr):
+def weight_at(weight, columns, hidden, has_weight: tl.constexpr):
+    """The weight of a tile's columns; nothing is read where there is none."""
     if has_weight:
         return tl.load(weight + columns, mask=columns < hidden, other=0.0)
     else:
@@ -164,10 +165,10 @@ def norm_rows(
         if tail:
             h_behind = _read(x, x_residual, residual, behind, mask_behind, has_residual)
         # Before the sum, so that nothing waits for it behind the sum.
-        w = _weight(weight, columns, hidden, has_weight)
+        w = weight_at(weight, columns, hidden, has_weight)
         total = summed(_squares(h, columns, variance_size, partial), tile_rows)
         if tail:
-            w_behind = _weight(weight, behind, hidden, has_weight)
+            w_behind = weight_at(weight, behind, hidden, has_weight)
             total += summed(_squares(h_behind, behind, variance_size, partial), tile_rows)
         scale = inverse_root(total, variance_size, epsilon)
         h = scaled(h, scale, w, x, has_weight)
@@ -206,7 +207,7 @@ def norm_rows(
             for start in range(0, hidden, block):
                 at = start + columns
                 h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
-                h = scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+                h = scaled(h, scale, weight_at(weight, at, hidden, has_weight), x, has_weight)
                 most = tl.maximum(most, magnitudes(h))
             row_scale = scale_of(largest_of(most, tile_rows))
             tl.store(code_scale + row, row_scale, mask=live)
@@ -215,7 +216,7 @@ def norm_rows(
             at = start + columns
             mask = live & (at < hidden)
             h = tl.load(again + at, mask=mask, other=0.0).to(tl.float32)
-            h = scaled(h, scale, _weight(weight, at, hidden, has_weight), x, has_weight)
+            h = scaled(h, scale, weight_at(weight, at, hidden, has_weight), x, has_weight)
             _stored(
                 y, start, at, h, inverse, mask, x, code_scale, row, rows, hidden, batches, global_scale,
                 codes, hardware, tile_rows, block, group_size, column_major, power_of_two,

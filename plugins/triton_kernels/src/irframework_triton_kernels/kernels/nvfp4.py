@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-"""Quantisation to NVFP4, of rows that are gated first or not, and of norms with a residual or without."""
+"""Quantisation to NVFP4, of rows that are gated first or not, and of norms with a residual or without.
+
+Owns these kernels; what codes and scales are made of is in `block_codes`, the norm in `norms`.
+"""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 """How a kernel starts before the one in front of it on its stream has ended (programmatic dependent launch).
 
 Hopper and later devices load a kernel that is launched so while its predecessor still runs. Owns the wait that this
-asks for; which launches are such ones is in `launch`. Every program begins with it:
+asks for. Which launches are such ones, says `Tile.early`: none by itself. Every program of theirs begins with it:
 
 * It waits before it reads, for its predecessor may still write that, and before it writes, for its predecessor may
   still read that: memory that torch has given out again, or activations that are overwritten.

@@ -17,7 +17,7 @@ from irframework_triton_kernels.kernels.codes import (
     stored,
     summed,
 )
-from irframework_triton_kernels.kernels.norms import inverse_root, scaled
+from irframework_triton_kernels.kernels.norms import inverse_root, scaled, weight_at
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
@@ -69,14 +69,6 @@ def _added(x, x_residual, residual, starts, at, columns, mask, size: tl.constexp
 
 
 @triton.jit
-def _weight(weight, columns, hidden, has_weight: tl.constexpr):
-    if has_weight:
-        return tl.load(weight + columns, mask=columns < hidden, other=0.0)
-    else:
-        return 0
-
-
-@triton.jit
 def _norm_tile(
     tile,
     x,
@@ -114,7 +106,7 @@ def _norm_tile(
     columns = tl.arange(0, block)[None, :]
     if whole:
         mask = live & (columns < hidden)
-        w = _weight(weight, columns, hidden, has_weight)
+        w = weight_at(weight, columns, hidden, has_weight)
         h = _added(x, x_residual, residual, starts, at + columns, columns, mask, size, has_residual)
         scale = inverse_root(summed(h * h, tile_rows), hidden, epsilon)
         h = scaled(h, scale, w, x, has_weight)
@@ -137,7 +129,7 @@ def _norm_tile(
             for start in range(0, hidden, block):
                 here = start + columns
                 h = tl.load(residual + here, mask=live & (here < hidden), other=0.0).to(tl.float32)
-                h = scaled(h, scale, _weight(weight, here, hidden, has_weight), x, has_weight)
+                h = scaled(h, scale, weight_at(weight, here, hidden, has_weight), x, has_weight)
                 most = tl.maximum(most, magnitudes(h))
             row_scale = scale_of(largest_of(most, tile_rows))
             tl.store(code_scale + row, row_scale, mask=live)
@@ -146,7 +138,7 @@ def _norm_tile(
             here = start + columns
             mask = live & (here < hidden)
             h = tl.load(residual + here, mask=mask, other=0.0).to(tl.float32)
-            h = scaled(h, scale, _weight(weight, here, hidden, has_weight), x, has_weight)
+            h = scaled(h, scale, weight_at(weight, here, hidden, has_weight), x, has_weight)
             stored(y, here, h, inverse, mask, x, codes, hardware)
 
 

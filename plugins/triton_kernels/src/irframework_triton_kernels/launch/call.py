@@ -98,10 +98,11 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
 
 
 def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
-    """Give a function that overwrites what is kept between calls a torch op that nobody looks into.
+    """Give a function a torch op that nobody looks into: one that overwrites what is kept between calls, or reads more.
 
     For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
-    what it overwrites, the framework proves that this is not needed.
+    what it overwrites, the framework proves that this is not needed. And what a kernel reads of other processes is no
+    tensor of the call.
 
     Args:
         name: The op's name.
@@ -109,7 +110,10 @@ def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     """
 
     def decorate(fn: F) -> F:
-        op = _define(name, fn, mutates, lambda *args: _without_launch(fn, args))
+        _library.define(f"{name}{torch.library.infer_schema(fn, mutates_args=mutates)}")
+        _library.impl(name, fn, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: _without_launch(fn, args), lib=_library)
+        op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
         @wraps(fn)
         def call(x: Tensor, *args: Any) -> Any:
@@ -120,13 +124,6 @@ def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     return decorate
 
 
-def _define(name: str, fn: Callable[..., Any], mutates: tuple[str, ...], fake: Callable[..., Any]) -> Any:
-    _library.define(f"{name}{torch.library.infer_schema(fn, mutates_args=mutates)}")
-    _library.impl(name, fn, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
 class _OfThread(threading.local):
     launches: bool = True
 
@@ -134,7 +131,7 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def launches() -> bool:
+def is_launching() -> bool:
     """Whether a function that launches kernels is called for what they write, and not only for its outputs' shapes."""
     return _of_thread.launches
 

@@ -15,8 +15,8 @@ from irframework_triton_kernels.launch.call import (
     FP8,
     as_codes,
     as_float,
+    is_launching,
     launch,
-    launches,
     new_codes,
     new_like,
     new_scales,
@@ -66,7 +66,7 @@ def _room(x: Tensor, group: str) -> SharedMemory | None:
 def all_reduce_rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, group: str) -> tuple[Tensor, Tensor]:
     """Add up rows over a group and norm them; returns the norm and the sum."""
     y, residual = new_like(x), new_like(x)
-    if not launches() or not x.numel():
+    if not is_launching() or not x.numel():
         return y, residual
     memory = _room(x, group)
     if memory is None:
@@ -82,7 +82,7 @@ def all_reduce_fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add up rows over a group, add a residual and norm them; returns the norm and the sum."""
     y, residual = new_like(x), new_like(x)
-    if not launches() or not x.numel():
+    if not is_launching() or not x.numel():
         return y, residual
     memory = _room(x, group)
     if memory is None:
@@ -100,7 +100,7 @@ def all_reduce_fused_add_rms_norm_static_quant_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Add up rows over a group, add a residual and norm them into codes under a scale; returns these and the sum."""
     q, residual = new_codes(x), new_like(x)
-    if not launches() or not x.numel():
+    if not is_launching() or not x.numel():
         return as_codes(q), residual
     memory = _room(x, group)
     if memory is None:
@@ -118,7 +118,7 @@ def all_reduce_fused_add_rms_norm_dynamic_quant_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, each row under a scale of its own; returns the codes, the scales and the sum."""
     q, scales, residual = new_codes(x), new_scales(x), new_like(x)
-    if not launches() or not x.numel():
+    if not is_launching() or not x.numel():
         return as_codes(q), scales, residual
     memory = _room(x, group)
     if memory is None:
