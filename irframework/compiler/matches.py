@@ -264,7 +264,7 @@ class Judge:
                 raise Refused(f"{node.name} has another shape, and its dimensions another order")
         if not statically_known_true(sym_eq(strides, strides_for(shape))):
             raise Refused(f"{node.name} is not contiguous{'' if order is None else ' in the order of the op'}")
-        if value.dim() != fake.dim() and self.sizes_for(shape) is None:
+        if self.sizes_for(shape) is None and not statically_known_true(sym_eq(shape, tuple(fake.shape))):
             raise Refused(f"{node.name} has another shape, with a size that is no input of the graph")
 
     def sizes_for(self, shape: Iterable[Any]) -> list[Any] | None:

@@ -310,6 +310,15 @@ def test_a_reshape_between_the_two_does_not_matter(kind, dynamic):
     assert found == {f"rms_norm_{kind.split(',')[0]}": 1}
 
 
+def test_rows_that_stand_otherwise_in_as_many_dimensions_are_no_view_of_computed_sizes():
+    def program(x, weight):
+        return ir.ops.group_quant_fp8(ir.ops.rms_norm(x, weight, EPSILON).view(x.shape[0] // 2, -1, 256), 64)
+
+    assert fusions(program, rows(torch.bfloat16, 4, 3, 256), torch.randn(256), dynamic=True) == {}
+    (missed,) = ir.last_report().missed_fusions
+    assert "has another shape, with a size that is no input of the graph" in missed.reason
+
+
 def test_scales_that_stand_by_columns_of_reshaped_rows_are_told():
     def program(x, weight):
         return ir.ops.group_quant_fp8(ir.ops.rms_norm(x, weight, EPSILON).view(-1, 256), 64, True)
