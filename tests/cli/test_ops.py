@@ -43,11 +43,11 @@ def _line_of(lines: list[str], op: str) -> int:
     return next(i for i, line in enumerate(lines) if line.startswith(f"{op} "))
 
 
-def test_standard_ops_and_the_repositorys_providers_fit_in_ninety_columns() -> None:
+def test_standard_ops_and_the_repositorys_providers_fit_in_a_hundred_columns() -> None:
     ours = ("native", "aiter", "triton", "vllm_c", "xpu_kernels")
     rows = [(name, *(["chosen"] + ["yes"] * (len(ours) - 1))) for name in ir.ops.__all__]
     shown = tables.plain_table("", ("op", *ours), rows)
-    assert max(map(len, shown.splitlines())) <= 90
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_a_cell_says_what_a_provider_is_to_an_op(as_json: Json, declare: Callable[..., ir.IrOp]) -> None:
