@@ -295,9 +295,12 @@ def check_parameters(op: "IrOp", fn: Callable[..., Any], what: str) -> None:
     """Raise unless a function takes some of the op's parameters, by their names and in their order.
 
     Raises:
-        SignatureError: It takes others.
+        SignatureError: It takes others, or does not say which.
     """
-    taken = list(inspect.signature(fn).parameters)
+    try:
+        taken = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError) as error:
+        raise SignatureError(f"{what} of op {op.name!r} has no signature that can be read ({error}).") from error
     if taken != [name for name in op.signature.parameters if name in taken]:
         raise SignatureError(
             f"{what} of op {op.name!r} ({place_of(fn)}) takes {', '.join(taken)}; it must take some of "

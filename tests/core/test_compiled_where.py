@@ -103,6 +103,11 @@ def test_parameters_that_the_op_does_not_have_are_refused(declare):
         provided(declare, lambda rows: True)
 
 
+def test_a_function_without_a_signature_is_refused(declare):
+    with pytest.raises(errors.SignatureError, match="has no signature that can be read"):
+        provided(declare, torch.add)
+
+
 def test_it_is_part_of_what_compiled_code_is_cached_under(declare):
     op = declare()
     digests = set()
