@@ -136,7 +136,7 @@ def why_not_now(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | None:
     Raises:
         PredicateGuardError: Its predicate looked at a symbolic size.
     """
-    answer = _without_guards(impl, args, impl.accepts)
+    answer = _without_guards(impl, args, impl.accepts, "supports_args")
     return None if answer is True else answer.reason if isinstance(answer, Rejected) else "no"
 
 
@@ -149,11 +149,14 @@ def why_left_to_the_compiler(impl: "IrOpImpl", args: tuple[Any, ...]) -> str | N
     where = impl.compiled_where
     if where is None or effective("batch_invariant"):  # then one choice counts for every batch size
         return None
-    answer = _without_guards(impl, args, lambda args: answer_of(where, impl.op.named(args), "compiled_where"))
+    option = "compiled_where"
+    answer = _without_guards(impl, args, lambda args: answer_of(where, impl.op.named(args), option), option)
     return None if answer is None else answer.reason
 
 
-def _without_guards(impl: "IrOpImpl", args: tuple[Any, ...], ask: Callable[[tuple[Any, ...]], _Answer]) -> _Answer:
+def _without_guards(
+    impl: "IrOpImpl", args: tuple[Any, ...], ask: Callable[[tuple[Any, ...]], _Answer], option: str
+) -> _Answer:
     """Ask a predicate of an implementation, which must not look at symbolic sizes."""
     environment = symbolic.shape_env_of(args)
     guards = symbolic.guard_count(environment)
@@ -161,20 +164,20 @@ def _without_guards(impl: "IrOpImpl", args: tuple[Any, ...], ask: Callable[[tupl
         answer = ask(args)
     except Exception as error:
         if symbolic.is_guard_error(error):
-            raise PredicateGuardError(_guard_message(impl, str(error))) from error
+            raise PredicateGuardError(_guard_message(impl, option, str(error))) from error
         raise
     guard = symbolic.size_guard(environment, guards, args)
     if guard is not None:
-        raise PredicateGuardError(_guard_message(impl, guard))
+        raise PredicateGuardError(_guard_message(impl, option, guard))
     return answer
 
 
-def _guard_message(impl: "IrOpImpl", guard: str) -> str:
+def _guard_message(impl: "IrOpImpl", option: str, guard: str) -> str:
     return (
-        f"The predicate of {impl.described} looked at a size that is symbolic here and added the guard {guard}; the "
-        "choice would hold for some batch sizes only. A predicate may look at dtypes, ranks, strides, static sizes "
-        "and numbers, not at the batch size. If the size never changes, say so with torch._dynamo.mark_static(tensor, "
-        "dim), or compile without dynamic=True."
+        f"The predicate {option} of {impl.described} looked at a size that is symbolic here and added the guard "
+        f"{guard}; the choice would hold for some batch sizes only. A predicate may look at dtypes, ranks, strides, "
+        "static sizes and numbers, not at the batch size. If the size never changes, say so with "
+        "torch._dynamo.mark_static(tensor, dim), or compile without dynamic=True."
     )
 
 
