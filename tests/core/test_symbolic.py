@@ -67,7 +67,7 @@ def test_condition_that_looks_at_the_batch_is_an_error_too(declare):
 def test_what_compiled_code_is_asked_for_must_not_look_at_a_symbolic_batch(declare):
     op = declare()
     op.register_impl("curious", compiled_where=lambda x: x.shape[0] > 4)(lambda x, weight=None, epsilon=1e-6: x)
-    with pytest.raises(errors.PredicateGuardError, match="compiled_where of .*'curious'"):
+    with pytest.raises(errors.PredicateGuardError, match=r"compiled_where of .*'curious'"):
         decide(op, symbolic(ShapeEnv(), 5, 16))
 
 
