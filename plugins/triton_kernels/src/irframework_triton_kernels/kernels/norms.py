@@ -108,6 +108,21 @@ def _stored(
 
 
 @triton.jit
+def scale_read_again(
+    again, weight, x, scale, live, hidden, has_weight: tl.constexpr, tile_rows: tl.constexpr, block: tl.constexpr
+):
+    """The scale for the codes of rows that are normed by `scale`, and read once more in parts, from `again`."""
+    columns = tl.arange(0, block)[None, :]
+    most = tl.zeros((tile_rows, block), tl.int32)
+    for start in range(0, hidden, block):
+        at = start + columns
+        h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
+        h = scaled(h, scale, weight_at(weight, at, hidden, has_weight), x, has_weight)
+        most = tl.maximum(most, magnitudes(h))
+    return scale_of(largest_of(most, tile_rows))
+
+
+@triton.jit
 def norm_rows(
     tile,
     x,
@@ -203,13 +218,7 @@ def norm_rows(
             # What other threads of this program stored is read next.
             tl.debug_barrier()
         if codes == DYNAMIC:
-            most = tl.zeros((tile_rows, block), tl.int32)
-            for start in range(0, hidden, block):
-                at = start + columns
-                h = tl.load(again + at, mask=live & (at < hidden), other=0.0).to(tl.float32)
-                h = scaled(h, scale, weight_at(weight, at, hidden, has_weight), x, has_weight)
-                most = tl.maximum(most, magnitudes(h))
-            row_scale = scale_of(largest_of(most, tile_rows))
+            row_scale = scale_read_again(again, weight, x, scale, live, hidden, has_weight, tile_rows, block)
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
         for start in range(0, hidden, block):

@@ -17,7 +17,7 @@ from irframework_triton_kernels.kernels.codes import (
     stored,
     summed,
 )
-from irframework_triton_kernels.kernels.norms import inverse_root, scaled, weight_at
+from irframework_triton_kernels.kernels.norms import inverse_root, scale_read_again, scaled, weight_at
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
@@ -125,13 +125,7 @@ def _norm_tile(
         scale = inverse_root(summed(squares, tile_rows), hidden, epsilon)
         tl.debug_barrier()  # what other threads of this program stored is read next
         if codes == DYNAMIC:
-            most = tl.zeros((tile_rows, block), tl.int32)
-            for start in range(0, hidden, block):
-                here = start + columns
-                h = tl.load(residual + here, mask=live & (here < hidden), other=0.0).to(tl.float32)
-                h = scaled(h, scale, weight_at(weight, here, hidden, has_weight), x, has_weight)
-                most = tl.maximum(most, magnitudes(h))
-            row_scale = scale_of(largest_of(most, tile_rows))
+            row_scale = scale_read_again(residual, weight, x, scale, live, hidden, has_weight, tile_rows, block)
             tl.store(code_scale + row, row_scale, mask=live)
             inverse = tl.math.div_rn(1.0, row_scale)
         for start in range(0, hidden, block):
