@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 import irframework as ir
+from irframework.registry import registry
+
+DECLARED_ONCE = ("irframework", "fused_ops")  # by a process: the library's ops, and those of random programs
 
 _numbers = itertools.count()
 
@@ -16,6 +19,22 @@ _numbers = itertools.count()
 def scale(x: Tensor, weight: Tensor | None = None, epsilon: float = 1e-6) -> Tensor:
     """Twice x, or x times a weight: the body of ops whose meaning does not matter."""
     return x * 2 if weight is None else x * weight
+
+
+def _fusions_end() -> Iterator[None]:
+    """What fuses nothing any more afterwards: the ops that tests declared since, which others' programs may contain."""
+    before = set(registry.ops)
+    yield
+    ours = [op for name, op in registry.ops.items() if name not in before and op.fuse and op.plugin is None]
+    ended = [op for op in ours if op.native.__module__.partition(".")[0] not in DECLARED_ONCE]
+    for op in ended:
+        op.fuse = False
+    if ended:
+        registry.changed()
+
+
+_of_a_module = pytest.fixture(_fusions_end, scope="module", autouse=True, name="_fusions_end_with_the_module")
+_of_a_test = pytest.fixture(_fusions_end, autouse=True, name="_fusions_end_with_the_test")
 
 
 @pytest.fixture
