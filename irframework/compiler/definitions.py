@@ -6,6 +6,7 @@ numbers. Does not number values (`values.py`), nor compare anything.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LARGEST = 96  # torch ops; an op with a longer definition stays one op wherever it is met
 _kept: dict[Any, Expansion | None] = {}
 _kept_for: list[int] = [-1]
+_kinds: dict[Any, int] = {}  # a number for each kind of tensor, which is compared faster
+_numbers = itertools.count()  # none is given twice
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class Definitions:
     """Definitions met in one graph."""
 
     own: dict[Any, Expansion | None] = field(default_factory=dict)
-    kinds: dict[int, tuple[torch.Tensor, Any, bool]] = field(default_factory=dict)
+    kinds: dict[int, tuple[torch.Tensor, int, bool]] = field(default_factory=dict)
 
     def expand(self, op: IrOp, arguments: Sequence[Any], result: Any, body: IrOpImpl | None = None) -> Expansion | None:
         """The definition of an op, or None where it is too long, or cannot be traced.
@@ -54,6 +57,7 @@ class Definitions:
         key = (op.name, None if body is None else body.fn, *(kind for kind, _ in kinds))
         if registry.generation != _kept_for[0]:
             _kept.clear()
+            _kinds.clear()
             _kept_for[0] = registry.generation
         kept = self.own if mode.shape_env is not None and any(symbolic for _, symbolic in kinds) else _kept
         if key not in kept:
@@ -66,7 +70,9 @@ class Definitions:
             return argument_key(argument, offsets=False), _symbolic(argument)
         known = self.kinds.get(id(argument))
         if known is None:
-            known = self.kinds[id(argument)] = (argument, argument_key(argument, offsets=False), _symbolic(argument))
+            key = argument_key(argument, offsets=False)
+            kind = _kinds.setdefault(key, next(_numbers))
+            known = self.kinds[id(argument)] = (argument, kind, _symbolic(argument))
         return known[1:]
 
     def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
@@ -146,8 +152,10 @@ def argument_key(value: Any, offsets: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value), *(argument_key(item, offsets) for item in value))
     if isinstance(value, torch.Tensor):
-        numbers = (*value.shape, -1, *value.stride(), value.storage_offset() if offsets else 0)
-        return (value.dtype, value.device, value.layout, tuple(argument_key(number, offsets) for number in numbers))
+        numbers: tuple[Any, ...] = (*value.shape, -1, *value.stride(), value.storage_offset() if offsets else 0)
+        if any(type(number) is not int for number in numbers):
+            numbers = tuple(argument_key(number, offsets) for number in numbers)
+        return (value.dtype, value.device, value.layout, numbers)
     if _symbolic(value):
         return ("symbolic", value.node.expr)
     try:

@@ -28,7 +28,7 @@ from irframework.compiler.matches import Judge, Match, Refused
 from irframework.compiler.places import Places
 from irframework.compiler.report import RAISED, MissedFusion, Report, source_line
 from irframework.compiler.skeletons import Skeleton
-from irframework.compiler.tracing import fake_reshaped, is_plainly_contiguous
+from irframework.compiler.tracing import fake_permuted, fake_reshaped, is_plainly_contiguous
 from irframework.compiler.values import ValueTable
 from irframework.torch_ops import op_of
 
@@ -295,8 +295,7 @@ class _Fusion:
             view = self.graph.call_function(torch.ops.aten.permute.default, (result, back))
         mode = fake_mode_of((result.meta["val"],))
         assert mode is not None
-        with mode, torch.no_grad():
-            view.meta["val"] = result.meta["val"].permute(back)
+        view.meta["val"] = fake_permuted(result.meta["val"], back, mode)
         self.position[view] = self.position[result]
         self.table.set(view, self.table.of[node])
         fresh.append(view)

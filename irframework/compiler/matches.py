@@ -18,12 +18,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from irframework.compiler.aliasing import effects_of, may_write, storage_of
 from irframework.compiler.call_arguments import Number, Value
 from irframework.compiler.clones import donate_op
+from irframework.compiler.definitions import argument_key
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.tracing import strides_for
 from irframework.compiler.values import CONVERT, ValueTable
 from irframework.dispatch import resolve, why_not_now
 from irframework.impl import IrOpImpl
 from irframework.op import NATIVE, IrOp
+from irframework.registry import registry
 from irframework.torch_ops import op_of
 
 
@@ -63,12 +65,14 @@ class Judge:
         position: The order of its nodes.
         sizes: Its inputs that are symbolic sizes, by their expression.
         writers: Its nodes that overwrite memory.
+        answers: Why ops do not run kernels of their own, for arguments that were asked about.
     """
 
     table: ValueTable
     position: dict[Node, int]
     sizes: dict[Any, Node] = field(init=False)
     writers: list[Node] = field(init=False)
+    answers: dict[Any, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = [node for node in self.position if node.op == "placeholder"]
@@ -189,15 +193,19 @@ class Judge:
         for nodes, fake, order in zip(match.outputs, match.fakes, match.orders, strict=True):
             for node in nodes:
                 self._check_layout(node, fake, order)
+        reason = self._why_not_the_op(match)
+        if reason is not None:
+            raise Refused(reason)
+
+    def _why_not_the_op(self, match: Match) -> str | None:
+        """Why the op would not run a kernel of its own for such arguments; asked once for arguments that look alike."""
         values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
-        domain = _outside_of_domain(match.op, values)
-        if domain is not None:
-            raise Refused(f"outside of the op's domain: {domain}")
-        decision = resolve(match.op, values, mode="inductor")
-        if decision.provider == NATIVE:
-            refused = [c for c in decision.candidates if c.reason is not None and c.provider != NATIVE]
-            reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
-            raise Refused(f"only native would run it{f' ({reasons})' if reasons else ''}")
+        storages = [storage_of(each) for each in values if isinstance(each, torch.Tensor)]
+        shared = tuple(map(storages.index, storages))
+        key = (match.op.name, registry.generation, shared, argument_key(values, offsets=True))
+        if key not in self.answers:
+            self.answers[key] = _why_not(match.op, values)
+        return self.answers[key]
 
     def _check_widened(self, match: Match) -> None:
         """What plain torch widens on the way to a part is written to no memory; for an op alone it would be."""
@@ -287,6 +295,19 @@ def _is_returned(node: Node) -> bool:
             if each in effects_of(user).views and user not in todo:
                 todo.append(user)
     return False
+
+
+def _why_not(op: IrOp, values: tuple[Any, ...]) -> str | None:
+    """Why an op would not run a kernel of its own for these arguments, or None."""
+    domain = _outside_of_domain(op, values)
+    if domain is not None:
+        return f"outside of the op's domain: {domain}"
+    decision = resolve(op, values, mode="inductor")
+    if decision.provider != NATIVE:
+        return None
+    refused = [c for c in decision.candidates if c.reason is not None and c.provider != NATIVE]
+    reasons = "; ".join(f"{c.provider}: {c.reason}" for c in refused)
+    return f"only native would run it{f' ({reasons})' if reasons else ''}"
 
 
 def _outside_of_domain(op: IrOp, values: tuple[Any, ...]) -> str | None:

@@ -235,6 +235,16 @@ def fake_reshaped(base: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode
     return FakeTensor(mode, meta, base.device)
 
 
+def fake_permuted(base: torch.Tensor, dims: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with its dimensions in another order, on the same storage."""
+    if type(base) is not FakeTensor or not all(type(size) is int for size in (*base.shape, *base.stride())):
+        with mode, torch.no_grad():
+            return base.permute(*dims)
+    with in_kernel_invocation_manager(mode), torch.no_grad():
+        meta = torch.ops.aten.permute.default(base, dims)
+    return FakeTensor(mode, meta, base.device)
+
+
 def is_plainly_contiguous(value: torch.Tensor) -> bool:
     """Whether a tensor is contiguous for all values that its sizes can have, told without a guard."""
     numbers = (*value.shape, *value.stride())

@@ -6,6 +6,7 @@ from torch import Tensor, tanh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import irframework as ir
+from irframework.compiler.aliasing import storage_of
 from irframework.compiler.clones import donate_op
 
 B = X.bfloat16()
@@ -342,6 +343,28 @@ def test_arguments_are_in_the_domain_of_the_op(fused):
 def test_what_native_would_run_is_not_replaced(fused):
     op = fused(gated, supports_args=lambda x, y: ir.reject("not today"))
     assert missed(searched(gated, X, Y), op) == "only native would run it (k: not today)"
+
+
+def test_arguments_that_look_alike_are_asked_about_once(fused):
+    asked = []
+    op = fused(gated, supports_args=lambda x, y: not asked.append(x))
+    module = traced(lambda x, y: tanh(tanh(tanh(x) * y) * y) * y, X, Y)
+    assert fused_in(module).fusions == {op.name: 3}
+    assert len(asked) == 1
+
+
+def test_other_arguments_are_asked_about_again(fused):
+    op = fused(gated, supports_args=lambda x, y: x.ndim == 2 or ir.reject("not two dimensions"))
+    report = searched(lambda x, y: (tanh(x) * y, tanh(x[0]) * y[0]), X, Y)
+    assert report.fusions == {op.name: 1}
+    assert [miss.reason for miss in report.missed_fusions] == ["only native would run it (k: not two dimensions)"]
+
+
+def test_arguments_that_share_memory_are_asked_about_again(fused):
+    op = fused(gated, supports_args=lambda x, y: storage_of(x) != storage_of(y) or ir.reject("one memory"))
+    report = searched(lambda x, y: (tanh(x) * y, tanh(x) * x), X, Y)
+    assert report.fusions == {op.name: 1}
+    assert [miss.reason for miss in report.missed_fusions] == ["only native would run it (k: one memory)"]
 
 
 # --- what was given away -------------------------------------------------------------------------------------------
