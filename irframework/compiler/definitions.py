@@ -66,6 +66,8 @@ class Definitions:
 
     def _kind(self, argument: Any) -> tuple[Any, bool]:
         """What of an argument a trace depends on, and whether it is symbolic; asked of each tensor once."""
+        if argument is None or type(argument) in (int, bool, str):  # as `argument_key` has it; most are
+            return (type(argument), argument), False
         if not isinstance(argument, torch.Tensor):
             return argument_key(argument, offsets=False), _symbolic(argument)
         known = self.kinds.get(id(argument))

@@ -204,7 +204,7 @@ class _Fusion:
         fakes = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in arguments]
         expansion = self.definitions.expand(skeleton.op, fakes, None, skeleton.body)
         meant = expansion  # the op's own definition, also where a further spelling of it is looked for
-        if skeleton.body is not None and not known_by_spelling(skeleton.op):
+        if expansion is not None and skeleton.body is not None and not known_by_spelling(skeleton.op):
             meant = self.definitions.expand(skeleton.op, fakes, None)
         if expansion is None or meant is None:
             return None
