@@ -115,7 +115,12 @@ def why_refused(op: str, provider: str, mode: str) -> str | None:
         return None
     if mode == "eager" and (op, provider, call_site().key) in _numbers.eager:
         return None
-    return f"{LIMIT}={limit} is used up"
+    return used_up()
+
+
+def used_up() -> str:
+    """What is said where a choice gets no number."""
+    return f"{LIMIT}={settings().bisect_limit} is used up"
 
 
 def takes_number(impl: "IrOpImpl", lowered: Lowered | None = None) -> bool:

@@ -137,4 +137,4 @@ def take_number(match: Match) -> None:
     node = match.outputs[0][0]
     place = bisecting.Lowered(source_line(node), node.name, graph_number(), fusion_state.PASS)
     if not bisecting.takes_fusion(match.op, place):
-        raise Refused(f"{bisecting.LIMIT} is used up")
+        raise Refused(bisecting.used_up())
