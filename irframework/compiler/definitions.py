@@ -39,7 +39,7 @@ class Definitions:
     """Definitions met in one graph."""
 
     own: dict[Any, Expansion | None] = field(default_factory=dict)
-    kinds: dict[int, tuple[torch.Tensor, int, bool]] = field(default_factory=dict)
+    kinds: dict[int, tuple[torch.Tensor, Any, bool]] = field(default_factory=dict)
 
     def expand(self, op: IrOp, arguments: Sequence[Any], result: Any, body: IrOpImpl | None = None) -> Expansion | None:
         """The definition of an op, or None where it is too long, or cannot be traced.
@@ -66,15 +66,14 @@ class Definitions:
 
     def _kind(self, argument: Any) -> tuple[Any, bool]:
         """What of an argument a trace depends on, and whether it is symbolic; asked of each tensor once."""
-        if argument is None or type(argument) in (int, bool, str):  # as `argument_key` has it; most are
-            return (type(argument), argument), False
         if not isinstance(argument, torch.Tensor):
             return argument_key(argument, offsets=False), _symbolic(argument)
         known = self.kinds.get(id(argument))
         if known is None:
-            key = argument_key(argument, offsets=False)
-            kind = _kinds.setdefault(key, next(_numbers))
-            known = self.kinds[id(argument)] = (argument, kind, _symbolic(argument))
+            kind, symbolic = argument_key(argument, offsets=False), _symbolic(argument)
+            if not symbolic:  # else it is of one graph only
+                kind = _kinds.setdefault(kind, next(_numbers))
+            known = self.kinds[id(argument)] = (argument, kind, symbolic)
         return known[1:]
 
     def _trace(self, body: IrOpImpl, arguments: Sequence[Any], mode: FakeTensorMode) -> Expansion | None:
@@ -151,6 +150,8 @@ def argument_key(value: Any, offsets: bool) -> Any:
         offsets: Whether where tensors start in their storages counts: an implementation may ask for it, a definition is
             the same wherever they start.
     """
+    if value is None or type(value) in (int, bool, str):  # most are
+        return (type(value), value)
     if isinstance(value, (list, tuple)):
         return (type(value), *(argument_key(item, offsets) for item in value))
     if isinstance(value, torch.Tensor):

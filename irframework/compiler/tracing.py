@@ -226,22 +226,22 @@ def fake_like(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 def fake_reshaped(base: torch.Tensor, shape: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
     """A contiguous fake tensor in another shape, on the same storage."""
-    plain = all(type(size) is int for size in (*shape, *base.shape))
-    if type(base) is not FakeTensor or not plain:
-        with mode, torch.no_grad():
-            return base.view(shape)
-    with in_kernel_invocation_manager(mode), torch.no_grad():
-        meta = torch.ops.aten.view.default(base, shape)
-    return FakeTensor(mode, meta, base.device)
+    return _shown(base, torch.ops.aten.view.default, shape, mode)
 
 
 def fake_permuted(base: torch.Tensor, dims: Sequence[int], mode: FakeTensorMode) -> torch.Tensor:
     """A fake tensor with its dimensions in another order, on the same storage."""
-    if type(base) is not FakeTensor or not all(type(size) is int for size in (*base.shape, *base.stride())):
+    return _shown(base, torch.ops.aten.permute.default, dims, mode)
+
+
+def _shown(base: torch.Tensor, view: Any, numbers: Sequence[Any], mode: FakeTensorMode) -> torch.Tensor:
+    """What a view op makes of a fake tensor; without the fake mode where all sizes are plain, which is faster."""
+    plain = all(type(number) is int for number in (*numbers, *base.shape, *base.stride()))
+    if type(base) is not FakeTensor or not plain:
         with mode, torch.no_grad():
-            return base.permute(*dims)
+            return view(base, numbers)  # type: ignore[no-any-return]
     with in_kernel_invocation_manager(mode), torch.no_grad():
-        meta = torch.ops.aten.permute.default(base, dims)
+        meta = view(base, numbers)
     return FakeTensor(mode, meta, base.device)
 
 
