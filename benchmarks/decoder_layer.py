@@ -18,10 +18,11 @@ hits all of them:
     ir         the same model calling IR ops, eager
     ir+compile the same, compiled with backend="irframework"
 
-`fusion.py` adds two, whose fused ops the compiler finds:
+`fusion.py` adds two, whose fused ops the compiler finds, and what the least would be:
 
     raised     the plain torch model of `compile`, compiled with backend="irframework"
     parts      a model that calls one IR op for each thing that is done, compiled with backend="irframework"
+    moves      in place of each fused op, one kernel of stock Inductor that moves its bytes and computes nothing
 
 Shown are time over floor, ir and ir+compile over compile (the goals: at most 1), with the 10th and 90th percentile over
 the rounds, and at last the relative errors of compile, ir and ir+compile to eager on the same input. A layer is
@@ -67,6 +68,7 @@ from decoder_model import (  # noqa: E402
     make_floor,
     make_layer,
     make_model,
+    moving_ops,
     native_ops,
     part_ops,
 )
@@ -76,7 +78,8 @@ import irframework as ir  # noqa: E402
 from irframework.cli.benchmarking import Timing  # noqa: E402
 
 VARIANTS = ("floor", "eager", "compile", "ir", "ir+compile")
-BY_DEFINITION = ("raised", "parts")
+BY_DEFINITION = ("raised", "parts", "moves")
+WRONG = ("floor", "moves")  # whose results nobody looks at
 LARGEST_ERROR = 0.02  # or twice that of stock torch.compile, which in fp8 rounds to other codes, too
 
 
@@ -113,6 +116,7 @@ def variants_of(model: Model, options: argparse.Namespace) -> dict[str, Callable
         "ir+compile": compiled(with_ir, blocks, "irframework"),
         "raised": compiled(native, model.layers, "irframework"),
         "parts": compiled(parts, blocks, "irframework"),
+        "moves": whole(make_layer(model.shape, model.case, model.kind, moving_ops()), model.layers),
     }
     return {name: variants[name] for name in options.variants}
 
@@ -158,8 +162,8 @@ def check(model: Model, runs: dict[str, Callable[..., Any]], pdl: str) -> dict[s
     wanted = results_of(runs["eager"])
     for name in list(runs):
         try:
-            with as_delivered() if name == "compile" else nullcontext(), early_launches(name, pdl):
-                if name in ("floor", "eager"):
+            with as_delivered() if name in ("compile", "moves") else nullcontext(), early_launches(name, pdl):
+                if name in ("eager", *WRONG):
                     runs[name](model.x.clone(), model.residual.clone())
                     continue
                 got = results_of(runs[name])
@@ -223,6 +227,11 @@ def measure(model: Model, runs: dict[str, Callable[..., Any]], options: argparse
     return times
 
 
+def judged(variants: tuple[str, ...]) -> tuple[str, ...]:
+    """Those that stock torch.compile is beside."""
+    return tuple(name for name in variants if name not in ("eager", "compile", *WRONG))
+
+
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +246,7 @@ def summary(model: Model, times: dict[str, list[float]], errors: dict[str, float
         "kind": model.kind,
         "microseconds": {name: Timing.of(values).to_dict() for name, values in times.items()},
         "over_floor": {name: ratio(name, "floor") for name in times if name != "floor"},
-        "over_compile": {name: ratio(name, "compile") for name in times if name not in ("floor", "eager", "compile")},
+        "over_compile": {name: ratio(name, "compile") for name in judged(tuple(times))},
         "relative_error": errors,
         "rounds": len(next(iter(times.values()))),
     }
@@ -272,10 +281,11 @@ def line_of(found: dict[str, Any], variants: tuple[str, ...]) -> str:
         return f"{value['median']:.3f} [{value['low']:.3f}-{value['high']:.3f}]" if value else "-"
 
     floor = found["microseconds"].get("floor", {}).get("median", float("nan"))
-    errors = " ".join(f"{found['relative_error'].get(name, float('nan')):.4f}" for name in variants[2:])
+    right = ("compile", *judged(variants))
+    errors = " ".join(f"{found['relative_error'].get(name, float('nan')):.4f}" for name in right)
     wrong = "" if is_right(found) else "  TOO FAR OFF"
     cells = "".join(over(name) for name in variants[1:])
-    ratios = "".join(f"{beside(name):>22}" for name in variants[3:])
+    ratios = "".join(f"{beside(name):>22}" for name in judged(variants))
     return f"{found['case']:12}{found['kind']:12}{floor:11.1f}{cells}  {ratios}  {errors}{wrong}"
 
 
@@ -287,7 +297,7 @@ def is_right(found: dict[str, Any]) -> bool:
 
 def report_goals(results: list[dict[str, Any]], variants: tuple[str, ...]) -> None:
     print("\nnot slower than stock torch.compile (median over rounds at most 1)")
-    for name in variants[3:]:
+    for name in judged(variants):
         ratios = [f["over_compile"][name]["median"] for f in results if f["over_compile"].get(name)]
         if ratios:
             met = sum(ratio <= 1.0 for ratio in ratios)
@@ -296,7 +306,7 @@ def report_goals(results: list[dict[str, Any]], variants: tuple[str, ...]) -> No
 
 
 def main(variants: tuple[str, ...] = VARIANTS) -> int:
-    """Measure, print and keep; the first three variants are `floor`, `eager` and `compile`."""
+    """Measure, print and keep; `floor`, `eager` and `compile` are among the variants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", type=lambda text: text.split(","), default=names, help=", ".join(names))
@@ -333,7 +343,7 @@ def main(variants: tuple[str, ...] = VARIANTS) -> int:
         if processes:
             print(compile_ahead(min(processes, os.cpu_count() or 1), options.limit * 0.5), flush=True)
         columns = "".join(f"{variant:>11}" for variant in variants[1:])
-        beside = "".join(f"{variant + ' / compile':>22}" for variant in variants[3:])
+        beside = "".join(f"{variant + ' / compile':>22}" for variant in judged(variants))
         print(f"{'case':12}{'kind':12}{'floor, us':>11}{columns}  {beside}")
         for case, kind in work:
             if time.perf_counter() - start > options.limit:

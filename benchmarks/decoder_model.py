@@ -8,7 +8,7 @@ in blocks, and gives it back.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -261,6 +261,58 @@ def part_ops() -> Ops:
         silu,
         lambda x, scale: static(silu(x), scale),
         lambda x: dynamic(silu(x)),
+        rotary_and_cache,
+    )
+
+
+def moving_ops() -> Ops:
+    """In place of each op, one kernel of stock Inductor that reads and writes as many bytes, or fewer.
+
+    Scales of tokens are not written, nor is the cache. What they give has about the variance of what they were given.
+    """
+
+    @cache
+    def ones(tokens: int, device: torch.device) -> Tensor:
+        return torch.ones(tokens, 1, device=device)
+
+    def add_norm(x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return ((x + residual) * 0.7).to(dtype), (x - residual) * 0.7
+
+    def gated(x: Tensor, dtype: torch.dtype) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return ((gate + up) * 0.7).to(dtype)
+
+    def converted(x: Tensor) -> Tensor:
+        return x.to(FP8)
+
+    def one_behind_another(*parts: Tensor) -> Tensor:
+        return torch.cat(parts, -1) * 1.0
+
+    add_norm, gated, converted, one_behind_another = (
+        torch.compile(fn, dynamic=False, fullgraph=True) for fn in (add_norm, gated, converted, one_behind_another)
+    )
+
+    def add_norm_dynamic(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+        codes, residual = add_norm(x, residual, FP8)
+        return codes, ones(x.shape[0], x.device), residual
+
+    def rotary_and_cache(
+        positions: Tensor, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+        cos_sin: Tensor, head: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        sizes = [part.shape[-1] for part in (query, key, value)]
+        query, key, value = one_behind_another(query, key, value).split(sizes, -1)
+        return query, key, keys, values
+
+    return Ops(
+        lambda x, residual, weight, epsilon: add_norm(x, residual, x.dtype),
+        lambda x, residual, weight, scale, epsilon: add_norm(x, residual, FP8),
+        add_norm_dynamic,
+        lambda x, scale: converted(x),
+        lambda x: (converted(x), ones(x.shape[0], x.device)),
+        lambda x: gated(x, x.dtype),
+        lambda x, scale: gated(x, FP8),
+        lambda x: (gated(x, FP8), ones(x.shape[0], x.device)),
         rotary_and_cache,
     )
 

@@ -5,7 +5,7 @@
     python benchmarks/fusion.py --device cpu --tiny                          # anywhere: does it run
 
 Its options are those of `decoder_layer.py`. Goals are times over the floor, below; `parts` and `raised` also say how
-far the compiler gets without any fused op in the model.
+far the compiler gets without any fused op in the model, `moves` how far kernels between the products can get at all.
 """
 
 import sys

@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 from irframework.compiler.aliasing import stand_in, storage_of
 from irframework.compiler.tracing import Place, argument_at, fake_like, fake_view
 
+_LAUNCH = "triton_kernel_wrapper_functional"  # by name: it is only there once torch has needed it
 LOWERED = "irframework_lowered"  # marks what an implementation brought in
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
 
@@ -39,6 +40,11 @@ class Template:
     mode: FakeTensorMode
     used: bool = False
     attributes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shows_kernels(self) -> bool:
+        """Whether Inductor sees kernels in it and not calls that it knows nothing of."""
+        return any(getattr(node.target, "__name__", "") == _LAUNCH for node in self.module.graph.nodes)
 
 
 def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any]) -> list[Node]:

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from irframework import bisecting, contract, symbolic
 from irframework.compiler.aliasing import Aliasing, effects_of
-from irframework.compiler.clones import KeptCopy
+from irframework.compiler.clones import KeptCopy, donate_op
 from irframework.compiler.definitions import argument_key, fresh
 from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
@@ -112,6 +112,9 @@ class _Run:
         chain = self._extend_chain(node, op, decision.impl)
         try:
             template = self._template(op, impl, values, node)
+            if impl.inplace and template.shows_kernels:
+                impl = _without_copies(impl, op, arguments, shown=True)
+                template = self._template(op, impl, values, node)
         except IrError as error:
             if not node.meta.get(RAISED):
                 raise
@@ -186,20 +189,30 @@ class _Run:
 _CLONE = torch.ops.aten.clone.default
 
 
-def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...]) -> IrOpImpl:
-    """The functional form of an implementation, where its in-place form would work on copies only."""
+def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...], shown: bool = False) -> IrOpImpl:
+    """The functional form of an implementation, where its in-place form would work on copies for the greater part.
+
+    Args:
+        impl: The implementation.
+        op: Its op.
+        arguments: Those of the call.
+        shown: Whether Inductor sees the kernels. What such a kernel overwrites of a graph's inputs it copies, given
+            away or not; nothing is lost, for it plans the memory of what the functional form returns.
+    """
     if impl.functional is None:
         return impl
     given = zip(op.signature.parameters, arguments, strict=True)
     activations = [node for name, node in given if name in op.activations and isinstance(node, Node)]
-    return impl.functional if all(map(_is_sure_to_be_copied, activations)) else impl
+    copied = [node for node in activations if _is_sure_to_be_copied(node, shown)]
+    sizes, size_copied = (sum(node.meta["val"].numel() for node in nodes) for nodes in (activations, copied))
+    return impl.functional if statically_known_true(2 * size_copied >= sizes) else impl
 
 
-def _is_sure_to_be_copied(argument: Node) -> bool:
-    """Whether it is the caller's and was not given away, or is not contiguous."""
+def _is_sure_to_be_copied(argument: Node, shown: bool) -> bool:
+    """Whether it is the caller's and was not given away (to a kernel that is shown: or was), or is not contiguous."""
     root = argument
-    while views := effects_of(root).views:
-        root = views[0]
+    while sources := root.all_input_nodes if shown and root.target is donate_op() else effects_of(root).views:
+        root = sources[0]
     value = argument.meta["val"]
     return root.op != "call_function" or not _known_equal(value.stride(), contiguous_strides(value))
 

@@ -297,7 +297,7 @@ def test_the_torch_ops_have_fake_results_of_the_right_shape_and_dtype(kernels, t
 
 # In a process of its own, which may believe in a device for good.
 LOWERED = """
-import torch, triton
+import sys, torch, triton
 from types import SimpleNamespace
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -306,10 +306,13 @@ from triton.backends.compiler import GPUTarget
 triton.runtime.driver._active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 80, 32))
 torch.version.cuda = "13.0"
 import irframework as ir
+from irframework.compiler.clones import donate_op
 
 ir.load_plugins()
+given_away = donate_op() if "donated" in sys.argv else lambda tensor: tensor
 
 def layer(x, residual, weight):
+    x, residual = given_away(x), given_away(residual)
     y, residual = torch.ops.irframework.fused_add_rms_norm(x, residual, weight, 1e-6)
     return torch.ops.irframework.rms_norm(y, weight, 1e-6), residual
 
@@ -318,15 +321,17 @@ with FakeTensorMode():
     x, residual, weight = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)
     module = make_fx(layer)(x, residual, weight)
     with ir.priority(fused_add_rms_norm="triton", rms_norm="triton"):
-        module = ir.compiler.lower(module, [x, residual, weight])
+        module = ir.compiler.lower(module, [x, residual, weight], inference=True)
 for node in module.graph.nodes:
     if node.op == "call_function":
         print(getattr(node.target, "__name__", node.target))
 """
 
 
-def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies():
-    done = subprocess.run([sys.executable, "-c", LOWERED], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("inputs", ["kept", "donated"])
+def test_a_lowered_graph_holds_launches_into_fresh_memory_and_no_copies(inputs):
+    """Also of what is donated: Inductor copies what a kernel that it sees overwrites of a graph's inputs."""
+    done = subprocess.run([sys.executable, "-c", LOWERED, inputs], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     calls = [name for name in done.stdout.split() if name != "getitem"]
     launch, empty = "triton_kernel_wrapper_functional", "empty.memory_format"
