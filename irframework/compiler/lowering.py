@@ -273,7 +273,7 @@ def _finish_output(
     """Give an output the layout and the independence that its op promises."""
     got = output.meta["val"]
     rules.check_output(index, got, want)
-    same_layout = _known_equal(got.stride(), want.stride())
+    same_layout = _same_strides(got, want)
     # an in-place implementation returns memory that it was given, which may begin anywhere
     at_start = rules.impl.inplace or _known_equal((got.storage_offset(),), (want.storage_offset(),))
     borrowed = [root for root in aliasing.roots(output) if root.op in ("placeholder", "get_attr")]
@@ -289,6 +289,12 @@ def _finish_output(
             copy = graph.call_function(_CLONE, (output,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = fake_like(want, mode)
     return copy
+
+
+def _same_strides(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether tensors of one shape have the same strides. That of a dimension of one element says nothing."""
+    steps = zip(want.shape, got.stride(), want.stride(), strict=True)
+    return all(statically_known_true(size == 1) or statically_known_true(a == b) for size, a, b in steps)
 
 
 def _known_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -328,7 +334,7 @@ class _Contract:
         breaches = [contract.sharing(index, f"output {number}") for number in twice]
         if not self.impl.inplace:  # the framework gave it that memory
             breaches += [contract.sharing(index, "an argument or a tensor that it closes over") for _ in borrowed[:1]]
-        if not _known_equal(got.stride(), want.stride()):
+        if not _same_strides(got, want):
             breaches.append(contract.strides(index, got, want.stride()))
         elif not breaches and not self.impl.inplace:
             breaches.append(contract.offset(index, got))

@@ -223,6 +223,15 @@ def test_a_wrong_layout_is_repaired_and_named_once(scale, caplog):
     assert [r.message.count("strides (1, 4)") for r in caplog.records] == [1]
 
 
+def test_the_stride_of_a_dimension_of_one_element_costs_no_copy(scale, caplog):
+    scale.register_impl("odd")(lambda x, factor=2.0: (x * factor).as_strided(x.shape, (8, 5, 1)))
+    with caplog.at_level("WARNING", logger="irframework"):
+        got = run(lambda x: scale(x), torch.ones(4, 1, 8))
+    assert got.shape == (4, 1, 8)
+    assert report().clones_inserted == 0
+    assert not caplog.records
+
+
 def test_an_output_that_is_an_input_becomes_a_tensor_of_its_own(scale):
     scale.register_impl("same")(lambda x, factor=2.0: x)
     x = torch.ones(4, 8)

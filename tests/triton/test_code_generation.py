@@ -109,6 +109,7 @@ def rows(kernel: str, hidden: int, codes: int, **more: Any) -> Case:
 
 NORM = {"has_weight": True, "partial": False}
 ELEMENTS = {"tile_rows": 1, "block": 1024}
+IN_A_ROW = {**ELEMENTS, "blocks": 0}
 NORMLESS = {"normed": False, "has_query_weight": False, "has_key_weight": False}
 NORMED = {"normed": True, "has_query_weight": True, "has_key_weight": True}
 ROTARY = {"has_key": True, "tile_heads": 16, "block": 64, **NORMLESS}
@@ -126,9 +127,9 @@ CASES = [
     rows("add_rms_norm_kernel", 100_000, VALUES, **NORM),
     rows("add_rms_norm_kernel", 8192, STATIC, **NORM),
     rows("add_rms_norm_kernel", 5120, DYNAMIC, **NORM),
-    *(Case("gated_kernel", 4, {"activation": a, "codes": VALUES, **ELEMENTS}) for a in (SILU, GELU, GELU_TANH)),
-    Case("gated_kernel", 4, {"activation": SILU, "codes": STATIC, **ELEMENTS}),
-    Case("gated_kernel", 4, {"activation": NO_GATE, "codes": STATIC, **ELEMENTS, "block": 2048}),
+    *(Case("gated_kernel", 4, {"activation": a, "codes": VALUES, **IN_A_ROW}) for a in (SILU, GELU, GELU_TANH)),
+    Case("gated_kernel", 4, {"activation": SILU, "codes": STATIC, **IN_A_ROW, "blocks": 4}),
+    Case("gated_kernel", 4, {"activation": NO_GATE, "codes": STATIC, **IN_A_ROW, "block": 2048}),
     rows("gated_rows_kernel", 14336, DYNAMIC, activation=SILU),
     rows("gated_rows_kernel", 5120, DYNAMIC, activation=NO_GATE),
     rows("gated_rows_kernel", 100_000, DYNAMIC, activation=SILU),
@@ -152,8 +153,8 @@ CASES = [
     grouped("add_rms_norm_groups_kernel", 7168, group_size=128, column_major=True, power_of_two=True),
     grouped("add_rms_norm_groups_kernel", 4096, group_size=64, column_major=False, power_of_two=False),
     grouped("add_rms_norm_groups_kernel", 100_000, group_size=32, column_major=False, power_of_two=False),
-    Case("gates_apart_kernel", 4, {"activation": SILU, **ELEMENTS}),
-    Case("gates_apart_kernel", 4, {"activation": GELU_TANH, **ELEMENTS}),
+    Case("gates_apart_kernel", 4, {"activation": SILU, **IN_A_ROW}),
+    Case("gates_apart_kernel", 4, {"activation": GELU_TANH, **IN_A_ROW}),
     Case("rotate_half_kernel", 4, {"tile_heads": 16, "block": 64}),
     Case("nvfp4_kernel", 4, {"activation": NO_GATE, "tile_rows": 1, "block": 2048}),
     Case("nvfp4_kernel", 4, {"activation": SILU, **ELEMENTS}),

@@ -20,6 +20,7 @@ _ELEMENTWISE_TILE = 1024
 _HEADS_TILE = 1024
 _WIDEST_WARP = 64  # threads, on AMD devices
 MANY_ROWS = 1024
+FEW_ROWS = 64
 LONGEST_GROUP = 16384
 NVFP4_BLOCK = 16  # elements under one scale
 LONGEST_PART = _LONG_ROW_BLOCK  # of a row that is also summed: a group that is not in two tiles
@@ -116,16 +117,19 @@ def row_tile(length: int | None, kind: Kind, many: bool = False) -> Tile:
 
 
 @cache
-def elementwise_tile(length: int | None, gate: bool, codes: bool) -> Tile:
+def elementwise_tile(length: int | None, gate: bool, codes: bool, few: bool = False) -> Tile:
     """Tile for an elementwise kernel over rows of `length` elements (None: unknown while a kernel is traced).
 
     Args:
         length: Elements of a row of the output.
         gate: Whether there is a gate, and so twice as much to read for each element.
         codes: Whether codes are stored.
+        few: Whether there are few rows, at most `FEW_ROWS`.
     """
     most, warps = _ELEMENTWISE_TILE, 4
-    if not gate:
+    if gate and few:
+        most //= 2
+    elif not gate:
         most *= 2
     elif codes and length and length % (2 * most) == 0:
         most, warps = 2 * most, 8

@@ -49,6 +49,15 @@ def value_of(x, columns, length, mask, activation: tl.constexpr):
         return (gate * up).to(x.dtype.element_ty).to(tl.float32)
 
 
+@triton.jit
+def _place(length, tile_rows: tl.constexpr, block: tl.constexpr, blocks: tl.constexpr):
+    """Rows and columns of a program's tile. `blocks` follow each other in a row; 0: as many as a length needs."""
+    program = tl.program_id(0)
+    in_row = blocks if blocks else tl.cdiv(length, block)
+    row = (program // in_row).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    return row, (program % in_row) * block + tl.arange(0, block)[None, :]
+
+
 @triton.jit(do_not_specialize=["rows"])
 def gated_kernel(
     x,
@@ -62,22 +71,19 @@ def gated_kernel(
     hardware: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    blocks: tl.constexpr,
     early: tl.constexpr,
 ):
     """The gated rows, or codes of them under one scale, for one tile; the blocks of a row follow each other."""
     if early:
         after_predecessor()
-    blocks = tl.cdiv(length, block)
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
-    columns = (program % blocks) * block + tl.arange(0, block)[None, :]
+    row, columns = _place(length, tile_rows, block, blocks)
     mask = (row < rows) & (columns < length)
-    if codes == STATIC:
-        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
-    else:
-        inverse = 1.0
+    scale = tl.load(code_scale) if codes == STATIC else 1.0
     x += row * x_stride
     h = value_of(x, columns, length, mask, activation)
+    # Behind the reads of x, which would wait for the scale: a division is a loop.
+    inverse = tl.math.div_rn(1.0, scale) if codes == STATIC else 1.0
     stored(y + row * length, columns, h, inverse, mask, x, codes, hardware)
 
 
@@ -93,15 +99,13 @@ def gates_apart_kernel(
     activation: tl.constexpr,
     tile_rows: tl.constexpr,
     block: tl.constexpr,
+    blocks: tl.constexpr,
     early: tl.constexpr,
 ):
     """`activation(x) * x_up` for one tile, rounded as two ops round; the blocks of a row follow each other."""
     if early:
         after_predecessor()
-    blocks = tl.cdiv(length, block)
-    program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
-    columns = (program % blocks) * block + tl.arange(0, block)[None, :]
+    row, columns = _place(length, tile_rows, block, blocks)
     mask = (row < rows) & (columns < length)
     gate = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_up + row * x_up_stride + columns, mask=mask, other=0.0).to(tl.float32)

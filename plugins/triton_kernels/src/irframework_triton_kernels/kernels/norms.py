@@ -167,10 +167,7 @@ def norm_rows(
     if has_residual:
         x_residual += row * x_residual_stride
         residual += row * hidden
-    if codes == STATIC:
-        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
-    else:
-        inverse = 1.0
+    known_scale = tl.load(code_scale) if codes == STATIC else 1.0
     columns = tl.arange(0, block)[None, :]
     if whole:
         behind = block + tl.arange(0, tail if tail else 1)[None, :]
@@ -181,6 +178,8 @@ def norm_rows(
             h_behind = _read(x, x_residual, residual, behind, mask_behind, has_residual)
         # Before the sum, so that nothing waits for it behind the sum.
         w = weight_at(weight, columns, hidden, has_weight)
+        # Behind the reads, which would wait for the scale: a division is a loop.
+        inverse = tl.math.div_rn(1.0, known_scale) if codes == STATIC else 1.0
         total = summed(_squares(h, columns, variance_size, partial), tile_rows)
         if tail:
             w_behind = weight_at(weight, behind, hidden, has_weight)
@@ -206,6 +205,7 @@ def norm_rows(
                 global_scale, codes, hardware, tile_rows, tail, group_size, column_major, power_of_two,
             )  # fmt: skip
     else:
+        inverse = tl.math.div_rn(1.0, known_scale) if codes == STATIC else 1.0
         squares = tl.zeros((tile_rows, block), tl.float32)
         for start in range(0, hidden if has_residual else variance_size, block):
             at = start + columns

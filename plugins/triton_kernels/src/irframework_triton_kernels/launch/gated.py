@@ -28,7 +28,7 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
     torch_op,
 )
-from irframework_triton_kernels.tiles import CODES, GATED_CODES, MANY_ROWS, Tile, elementwise_tile, row_tile
+from irframework_triton_kernels.tiles import CODES, FEW_ROWS, GATED_CODES, MANY_ROWS, Tile, elementwise_tile, row_tile
 
 ACTIVATIONS: dict[str, int] = {"silu": SILU.value, "none": GELU.value, "tanh": GELU_TANH.value}
 
@@ -46,12 +46,16 @@ def _elements(
     rows, length = x2.shape[0], y.shape[-1]
     if static(length) == 0:
         return
-    tile = tile or elementwise_tile(static(length), activation != NO_GATE.value, codes != VALUES.value)
+    if tile is None:
+        few = (static(rows) or MANY_ROWS) <= FEW_ROWS
+        tile = elementwise_tile(static(length), activation != NO_GATE.value, codes != VALUES.value, few)
     tensors = (x2, y, x2 if scale is None else scale)
+    blocks = tiles_of(length, tile.block)
     numbers = (
         length, x2.stride(0), activation, codes, codes != 0 and y.dtype is FP8, tile.rows, tile.block,
+        static(blocks) or 0,
     )  # fmt: skip
-    tiles = tiles_of(rows, tile.rows) * tiles_of(length, tile.block)
+    tiles = tiles_of(rows, tile.rows) * blocks
     launch(gated_kernel, tiles, tensors, rows, numbers, tile)
 
 
@@ -104,9 +108,12 @@ def gated_apart(x: Tensor, x_up: Tensor, activation: str, tile: Tile | None = No
     rows, length = x2.shape
     if static(length) == 0:
         return y
-    tile = tile or elementwise_tile(static(length), True, False)
-    numbers = (length, x2.stride(0), x_up2.stride(0), ACTIVATIONS[activation], tile.rows, tile.block)
-    tiles = tiles_of(rows, tile.rows) * tiles_of(length, tile.block)
+    tile = tile or elementwise_tile(static(length), True, False, (static(rows) or MANY_ROWS) <= FEW_ROWS)
+    blocks = tiles_of(length, tile.block)
+    numbers = (
+        length, x2.stride(0), x_up2.stride(0), ACTIVATIONS[activation], tile.rows, tile.block, static(blocks) or 0,
+    )  # fmt: skip
+    tiles = tiles_of(rows, tile.rows) * blocks
     launch(gates_apart_kernel, tiles, (x2, x_up2, y), rows, numbers, tile)
     return y
 
