@@ -37,6 +37,7 @@ The model is in `decoder_model.py`. What does the work is the same in all of the
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -217,10 +218,10 @@ def measure(model: Model, runs: dict[str, Callable[..., Any]], options: argparse
     once = sum(timed() for timed, _ in ready.values())
     rounds = max(5, min(options.rounds, int(options.seconds * 1e6 / once)))
     times: dict[str, list[float]] = {name: [] for name in ready}
+    order, names = random.Random(0), list(ready)
     for index in range(rounds + 1):
-        names = list(ready)
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
+        order.shuffle(names)  # who comes after a slow one finds the device cool, and its clocks high
+        for name in names:
             took = ready[name][0]()
             if index:  # the first round warms up
                 times[name].append(took)
