@@ -121,19 +121,54 @@ def test_scores_are_scaled_and_the_last_query_sees_all_rows(kernels):
     assert_near(kernels, call((3, 37), scale=0.7, causal=False))
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """The tile and the number of programs of each launch; as on a device with the multiprocessors it is called with."""
+    from irframework_triton_kernels.launch import latent
+
+    seen, launch = [], latent.launch
+
+    def keep(kernel, programs, tensors, count, numbers, tile):
+        seen.append((tile, programs))
+        launch(kernel, programs, tensors, count, numbers, tile)
+
+    def having(processors):
+        monkeypatch.setattr(latent, "multiprocessors", lambda device: processors)
+        return seen
+
+    monkeypatch.setattr(latent, "launch", keep)
+    return having
+
+
+@pytest.mark.parametrize(("processors", "shares"), [(2, 1), (3, 2), (132, 3)])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_long_sequences_are_shared_out_to_programs(kernels, dtype):
-    given = call((700, 3, 256), 2, dtype=dtype)
-    whole = assert_near(kernels, given)
-    for row in range(3):  # the same bits alone, where there are fewer shares
-        width = -(-int(given["seq_lens"][row]) // 16)
-        alone = {
-            **given,
-            **{name: given[name][row : row + 1] for name in ("query_nope", "query_rope", "seq_lens")},
-            "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32),
-            "block_table": given["block_table"][row : row + 1, :width],
-        }
-        assert torch.equal(kernels.mla_attention(**alone)[0], whole[row])
+def test_long_sequences_are_shared_out_to_idle_multiprocessors(kernels, launched, dtype, processors, shares):
+    seen = launched(processors)
+    assert_near(kernels, call((700, 3, 256), 2, dtype=dtype))
+    assert [programs for _, programs in seen] == ([3] if shares == 1 else [3 * shares, 6])
+
+
+@pytest.mark.parametrize("processors", [1, 40])
+@pytest.mark.parametrize("lengths", [(600,), (40, 1, 600, 0, 17)])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 32), (32, 64), (64, 64)])
+def test_programs_of_any_number_of_heads_give_the_same_result(
+    kernels, launched, monkeypatch, rows, keys, lengths, processors
+):
+    from irframework_triton_kernels.launch import latent
+    from irframework_triton_kernels.tiles import Tile
+
+    tile, seen = Tile(rows, keys, False, 8, stages=1), launched(processors)
+    monkeypatch.setattr(latent, "latent_tile", lambda *sizes: tile)
+    assert_near(kernels, call(lengths, 20, (24, 8), torch.float16))  # 20 heads are not a number of tiles
+    parts = len(lengths) * -(-20 // rows)
+    assert seen[0] == (tile, parts * max(1, min(3, latent.latent_programs(tile, processors) // parts)))
+
+
+@pytest.mark.parametrize(("processors", "rows"), [(1, 64), (12, 32), (24, 16)])
+def test_few_sequences_have_programs_of_fewer_heads(kernels, launched, processors, rows):
+    seen = launched(processors)
+    assert_near(kernels, call((600, 600), 40, (24, 8), torch.bfloat16))
+    assert seen[0][0].rows == rows
 
 
 @pytest.mark.parametrize("up", [None, (6, 5)])

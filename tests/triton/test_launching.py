@@ -94,10 +94,10 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", device)
     monkeypatch.setattr(call, "_compiled", {})
-    for cached in (call.abilities, call.multiprocessors):
+    for cached in (call.abilities, call.multiprocessors, call.shared_memory):
         cached.cache_clear()
     yield device
-    for cached in (call.abilities, call.multiprocessors):
+    for cached in (call.abilities, call.multiprocessors, call.shared_memory):
         cached.cache_clear()
     for kernel in kernels():
         kernel.device_caches.clear()
@@ -268,6 +268,75 @@ def test_the_number_of_rows_changes_no_tile_of_what_is_summed():
             assert row_tile(length, kind, many=True) == row_tile(length, kind, many=False)
     assert row_tile(5120, CODES, many=True).tail == 1024
     assert row_tile(5120, CODES, many=False).tail == 0
+
+
+H200 = (132, 232448)  # multiprocessors, bytes of shared memory
+
+
+def test_few_sequences_have_few_heads_to_a_program_of_latent_attention_and_many_have_many():
+    from irframework_triton_kernels.tiles import latent_tile
+
+    def chosen(heads: int, parts: int | None, device: tuple[int, int] = H200) -> tuple[int, int, int, int]:
+        tile = latent_tile(heads, 512, 64, 2, *device, parts)
+        return tile.rows, tile.block, tile.warps, tile.stages
+
+    assert [chosen(128, parts) for parts in (None, 256)] == [(64, 64, 8, 1)] * 2
+    assert chosen(128, 33) == (32, 64, 8, 2)  # two programs for each of 64 heads, where four still run at once
+    assert chosen(128, 34) == (64, 64, 8, 1)
+    assert chosen(128, 16) == (16, 64, 8, 2)
+    assert [chosen(16, parts) for parts in (None, 256, 32)] == [(16, 32, 4, 2), (16, 32, 4, 2), (16, 64, 8, 2)]
+    assert [chosen(heads, None)[0] for heads in (1, 16, 17, 20, 32, 33, 64, 65)] == [16, 16, 32, 32, 32, 64, 64, 64]
+    assert chosen(128, None, (108, 166912)) == (32, 32, 4, 2)  # less shared memory
+    assert chosen(128, 16, (128, 101376)) == (16, 32, 8, 2)
+    assert chosen(128, 1, (304, 65536)) == (16, 32, 8, 2)
+
+
+def test_tiles_of_latent_attention_are_what_matrix_instructions_take():
+    from irframework_triton_kernels.tiles import latent_tile
+
+    ranks, memory = (16, 64, 128, 256, 512), (65536, 101376, 166912, 232448)
+    heads, parts = (1, 20, 128), (None, 0, 1, 7, 64, 10**6)
+    for count, rank, rope, element, size, many in itertools.product(heads, ranks, (16, 256), (2, 4), memory, parts):
+        tile = latent_tile(count, rank, rope, element, 132, size, many)
+        assert tile.rows in (16, 32, 64)
+        assert tile.block in (16, 32, 64)
+        assert tile.rows == 16 or tile.rows < 2 * count
+        assert tile.warps in (4, 8)
+
+
+def test_sequences_are_shared_out_until_no_multiprocessor_is_idle():
+    from irframework_triton_kernels.launch.latent import shares_among
+
+    assert [shares_among(16, parts, 132) for parts in (0, 1, 8, 9, 32, 66, 67, 132, 133, 5000)] == [
+        16, 16, 16, 14, 4, 2, 1, 1, 1, 1
+    ]  # fmt: skip
+    assert shares_among(1, 1, 132) == 1
+
+
+def latent(launch, tokens: int, heads: int, bound: int, **more) -> None:
+    width = -(-bound // 64)
+    given = (torch.zeros(tokens, heads, size, dtype=torch.bfloat16) for size in (512, 64))
+    cache, table = torch.zeros(8, 64, 576, dtype=torch.bfloat16), torch.zeros(tokens, width, dtype=torch.int32)
+    offsets = torch.arange(tokens + 1, dtype=torch.int32)
+    launch.decode_latent_attention(*given, cache, offsets, offsets[1:], table, bound, 0.1, None, **more)
+
+
+def test_latent_attention_is_launched_as_programs_that_the_device_has_room_for(device, launch):
+    """It has three multiprocessors."""
+    for tokens, heads, bound in ((5, 128, 8192), (1, 16, 8192), (1, 16, 200), (0, 16, 8192)):
+        latent(launch, tokens, heads, bound)
+    # Two tiles of heads and one share; six shares, and what adds them up; one share of a short sequence.
+    assert [programs for programs, _, _ in device.launches] == [10, 6, 16, 1]
+
+
+def test_tiles_that_differ_in_stages_only_are_kernels_of_their_own(device, launch):
+    from irframework_triton_kernels.tiles import Tile
+
+    for stages in (1, 3, 1, 3):
+        latent(launch, 2, 16, 200, tile=Tile(16, 32, False, 4, stages=stages))
+    codes = [code for _, code, _ in device.launches]
+    assert codes[:2] == codes[2:]
+    assert codes[0] != codes[1]
 
 
 def test_no_kernel_is_loaded_early_of_itself(device, launch):

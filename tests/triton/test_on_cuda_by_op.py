@@ -561,16 +561,34 @@ def test_queries_attend_to_the_latent_rows_of_their_sequences(dtype, heads, size
     assert_attends_to_rows(latent_decoding((1, 17, 300, 4096, 777), heads, sizes, dtype, block_size, up))
 
 
-def test_latent_attention_gives_a_sequence_the_same_bits_in_every_batch_and_in_a_graph():
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("heads", [16, 20, 128])
+@pytest.mark.parametrize("sequences", [1, 4, 40, 300])
+def test_few_and_many_sequences_attend_to_their_latent_rows(dtype, heads, sequences):
+    lengths = tuple(1 + 37 * number % 700 for number in range(sequences - 1))
+    assert_attends_to_rows(latent_decoding((1500, *lengths), heads, dtype=dtype, up=False))
+
+
+@pytest.mark.parametrize("sequences", [3, 200])
+def test_latent_attention_compiled_for_any_number_of_sequences_attends_to_their_rows(sequences):
+    torch._dynamo.reset()
+    names = ("query_nope", "query_rope", "cu_seqlens_q", "seq_lens", "block_table")
+
+    def step(given):
+        return ir.ops.mla_attention(**given)
+
+    compiled = torch.compile(step, backend="irframework", fullgraph=True)
+    for count in (sequences, sequences + 1):
+        given = latent_decoding((1500,) + (40,) * (count - 1), up=False)
+        for name in names:
+            torch._dynamo.mark_dynamic(given[name], 0)
+        exact = ir.ops.mla_attention.native(**{name: wide(value) for name, value in given.items()})
+        assert (compiled(given).double() - exact).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_latent_attention_gives_the_same_bits_in_a_graph():
     given = latent_decoding((9000, 3, 256, 1000), up=False)
     whole = assert_attends_to_rows(given)
-    for row in range(4):
-        alone = given | {
-            **{name: given[name][row : row + 1] for name in ("query_nope", "query_rope", "seq_lens", "block_table")},
-            "cu_seqlens_q": given["cu_seqlens_q"][:2],
-            "max_seqlen_k": int(given["seq_lens"][row]),
-        }
-        assert torch.equal(ir.ops.mla_attention(**alone)[0], whole[row])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -54,11 +55,19 @@ def tracer(monkeypatch):
     from triton.backends.compiler import GPUTarget
 
     # Triton asks its active driver for the target whose code it analyses; without a device there is none.
-    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 80, 32))
+    properties = {"max_shared_mem": 232448, "multiprocessor_count": 132}
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 80, 32),
+        get_current_device=lambda: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
+    )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    call.abilities.cache_clear()
+    cached = (call.abilities, call.multiprocessors, call.shared_memory)
+    for function in cached:
+        function.cache_clear()
     yield Tracer()
-    call.abilities.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 @pytest.fixture
@@ -263,6 +272,41 @@ def test_latent_attention_reads_its_cache_and_copies_nothing(kernels, tracer):
     assert add.kwargs["tensors_to_clone"] == ["out"]
     (decode,) = tracer.launches(call(256), nope, rope, cache, offsets, lengths, table)
     assert decode.kwargs["tensors_to_clone"] == ["out"]
+    # That there are as many of everything as there are sequences; nothing of how many.
+    assert not any(guard.expr.atoms(sympy.Integer, sympy.Max) - {-1} for guard in tracer.environment.guards)
+
+
+@pytest.mark.parametrize(("heads", "tile"), [(16, (16, 4, 2)), (128, (64, 8, 1))])
+def test_one_compile_of_latent_attention_shares_out_any_number_of_sequences(kernels, tracer, heads, tile):
+    """The tile is that of many sequences; how many programs there are follows from how many sequences there are."""
+    launch, compiles = torch.ops.higher_order.triton_kernel_wrapper_functional, []
+
+    def keep(graph, arguments):
+        node = next(node for node in graph.graph.nodes if node.target is launch)
+        (config,) = kernel_side_table.get_kernel(node.kwargs["kernel_idx"]).configs
+        compiles.append((node.kwargs["kwargs"]["tile_heads"], config.num_warps, config.num_stages))
+        # No kernel runs here: memory for sums is returned, and its size says how many shares there are.
+        graph.graph.output_node().args = ([node.kwargs["kwargs"]["out"]],)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return make_boxed_func(graph)
+
+    kernels._launch()
+    op = torch.ops.irframework_triton_kernels.decode_latent_attention.default
+    backend = aot_autograd(fw_compiler=keep, decompositions=select_decomp_table())
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: op(*given, 8192, 0.1, None), backend=backend, fullgraph=True)
+    found = {}
+    for tokens in (3, 2, 7, 40, 300):
+        offsets, table = torch.arange(tokens + 1, dtype=torch.int32), torch.ones(tokens, 128, dtype=torch.int32)
+        query, rope = (torch.ones(tokens, heads, size, dtype=BF16) for size in (512, 64))
+        given = (query, rope, torch.ones(2, 64, 576, dtype=BF16), offsets, offsets[1:].clone(), table)
+        for tensor in (query, rope, *given[3:]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        found[tokens] = compiled(*given).numel() / query.numel()
+    wanted = 2 * 132 if heads == 16 else 132
+    assert compiles == [tile]
+    assert found == {n: max(1, min(32, wanted // (n * heads // tile[0]))) for n in (3, 2, 7, 40, 300)}
 
 
 def test_the_in_place_op_writes_its_activations(kernels, tracer):

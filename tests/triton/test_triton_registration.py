@@ -63,7 +63,8 @@ OPS = (
     "gelu_mul",
     "apply_rotary_pos_emb",
 )
-# What the other tokens are changes a token's codes there; attention's bits do not depend on them, but it says nothing.
+# What the other tokens are changes a token's codes there, and how many there are the last bits of latent attention;
+# those of attention do not depend on them, but it says nothing.
 DEPENDENT = ("tensor_quant_fp8", "attention", "mla_attention", "mla_attention_group_quant_fp8")
 DEPENDENT += tuple(name for name in OPS if name.startswith("all_reduce"))  # the backend adds up what is too large
 

@@ -171,7 +171,7 @@ def register(add: Callable[..., Any]) -> None:
         "row_contiguous": ("query_nope", "query_rope", "latent_cache", "block_table"),
     }
     dtypes = {"query_nope": FLOATS, **numbers}
-    # They are; what tests it takes the first rows of every argument, which no longer fit each other.
+    # How a sequence is shared out depends on how many there are.
     add(
         mla_attention,
         ir.supports(dtype=dtypes | {"output_scale": (torch.float32,)}, one_element=("output_scale",), **stated)

@@ -9,7 +9,7 @@ The numbers are the best of what `benchmarks/triton_tiles.py` measured on an H20
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 # Elements of a row that are kept in registers at most: 32 for each thread of 16 warps.
 _LONGEST_TILE = 16384
@@ -29,6 +29,7 @@ _EXPERTS_TILE = 512
 LONGEST_HEAD = 256
 LONGEST_LATENT = 512
 MOST_SHARES = 32
+_LATENT_HEADS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: a launch looks for the tile of a kind
@@ -69,6 +70,7 @@ class Tile:
         early: Whether the kernel is loaded before its predecessor has ended, where the device can (`kernels.order`).
             That gains 0.6 us behind kernels that say when the next may be loaded, and costs 0.2 us and more behind
             those that do not, which matrix products are.
+        stages: Stages that loads in a loop are spread over; 0: as many as Triton takes by itself.
     """
 
     rows: int
@@ -78,6 +80,7 @@ class Tile:
     tail: int = 0
     resident: int = 0
     early: bool = False
+    stages: int = 0
 
 
 # The largest element of a tensor: so many programs read a share each, whatever the size is.
@@ -177,18 +180,60 @@ def keys_tile(group: int, size: int, element: int) -> Tile:
     return Tile(16 if group <= 16 else 32, keys, False, 4)
 
 
-@cache
-def latent_tile(rank: int, element: int) -> Tile:
-    """Tile for latent attention: 16 heads, which is what a matrix instruction takes, and keys at a time.
+@lru_cache(4096)  # of numbers of tokens there is no end
+def latent_tile(
+    heads: int, rank: int, rope: int, element: int, multiprocessors: int, shared_memory: int, parts: int | None
+) -> Tile:
+    """Tile for latent attention: `rows` are heads, all of which read the same `block` of keys at a time.
 
-    Not measured yet.
+    The more heads a program has, the less often keys are read, and the larger its products are; the fewer, the more
+    programs there are. So it has as many heads as leave no multiprocessor idle. The best, or within 3 % of it, of what
+    was measured on an H200 in bfloat16 with rows of 512 + 64, 16 and 128 heads, 1 to 256 sequences of 1024 to 8192 keys
+    (`benchmarks/latent_attention_gpu.py`). Other sizes of rows, float32 and other devices were not measured.
 
     Args:
+        heads: Heads of queries.
         rank: Elements of a row that are both keys and values, padded to a power of two.
+        rope: Elements of a row that are keys only, padded to a power of two.
         element: Bytes of one.
+        multiprocessors: How many there are.
+        shared_memory: Bytes that a program can have of it at most.
+        parts: Shares of keys, of all tokens together, if sequences are shared out as far as their length allows; None:
+            unknown while the kernel is traced, and taken to be many.
     """
-    keys = min(64, max(16, 32768 // (rank * element)))
-    return Tile(16, keys, False, 8 if rank > 256 else 4)
+    warps = 8 if rank > 256 else 4
+    if element > 2:  # no matrix instruction takes float32 without rounding it
+        rows, keys, stages = 16, min(64, max(16, 32768 // (rank * element))), 0
+    else:
+        rows, keys, stages = min(_LATENT_HEADS, max(16, power_of_two(heads))), 64, 1
+        while rows > 16 and _latent_memory(rows, keys, rank, rope, element) > shared_memory:
+            rows, keys = rows // 2, 32
+        programs = 0 if parts is None else parts * -(-heads // rows)
+        while rows > 16 and 0 < 2 * programs <= multiprocessors:
+            rows, programs = rows // 2, 2 * programs
+        if rows < _LATENT_HEADS:
+            alone = 0 < programs <= multiprocessors
+            keys, warps, stages = (64, warps, 2) if alone else (32, 4, 2)
+    while keys > 16 and _latent_memory(rows, keys, rank, rope, element) > shared_memory:
+        keys //= 2
+    return Tile(rows, keys, False, warps, stages=stages)
+
+
+def _latent_memory(rows: int, keys: int, rank: int, rope: int, element: int) -> int:
+    """Bytes of shared memory that Triton 3.6 takes for a tile on any NVIDIA device, or a few more.
+
+    Of queries and keys, and of what threads exchange: weights, and more where tensors do not begin at a multiple of 16
+    bytes. With 64 rows, devices without instructions for so many at once exchange sums instead of reading queries.
+    """
+    row = (rank + rope) * element
+    if rows >= _LATENT_HEADS:
+        return keys * row + rows * max(row, 4 * rank) + 512
+    return (rows + keys) * row + rows * keys * element + 6 * keys * keys
+
+
+def latent_programs(tile: Tile, multiprocessors: int) -> int:
+    """Programs of latent attention that keep a device busy: more shares than that give only more sums to add up."""
+    return multiprocessors if tile.rows >= _LATENT_HEADS else 2 * multiprocessors
 
 
 @cache

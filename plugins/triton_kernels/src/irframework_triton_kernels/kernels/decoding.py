@@ -2,7 +2,8 @@
 """Attention of one query for each sequence over a paged cache, its keys shared out to several programs or not.
 
 A share of keys gives the largest score, the sum of exponentials over that, and the sum of values by these weights; a
-second kernel adds up the shares. How a sequence is shared out depends on its own length alone.
+second kernel adds up the shares. While there are as many shares as the longest sequence may need, how a sequence is
+shared out depends on its own length alone.
 """
 
 import triton

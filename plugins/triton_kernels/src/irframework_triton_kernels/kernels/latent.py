@@ -2,7 +2,7 @@
 """Latent attention of one query for each sequence over a paged cache: all heads read the same row for a token.
 
 A row is `[c, k_rope]`. A program reads `c` once, as keys and as values. Shares of a sequence, and what adds them up,
-are those of `decoding`.
+are those of `decoding`; but how many there are, the launch decides by the number of sequences, too.
 """
 
 import triton

@@ -53,12 +53,23 @@ def abilities(device: int | None) -> Abilities:
 
 
 @cache
-def multiprocessors(device: int) -> int:
-    """How many multiprocessors a device has."""
+def multiprocessors(device: int | None) -> int:
+    """How many multiprocessors a device has; None: the current one, for which a kernel is traced."""
+    return _property("multiprocessor_count", device, 2)
+
+
+@cache
+def shared_memory(device: int | None) -> int:
+    """Bytes of shared memory that one program can have at most; as `multiprocessors`."""
+    return _property("max_shared_mem", device, 232448)
+
+
+def _property(name: str, device: int | None, interpreted: int) -> int:
     if triton.knobs.runtime.interpret:
-        return 2
-    count: int = triton.runtime.driver.active.utils.get_device_properties(device)["multiprocessor_count"]
-    return count
+        return interpreted
+    driver = triton.runtime.driver.active
+    value: int = driver.utils.get_device_properties(driver.get_current_device() if device is None else device)[name]
+    return value
 
 
 def is_plain(x: Tensor) -> bool:
@@ -204,7 +215,12 @@ def new_scales(x: Tensor, smallest: float = SMALLEST_SCALE) -> Tensor:
 
 def abilities_for(x: Tensor) -> Abilities:
     """What the device of a tensor can do; without data, what the current device can do."""
-    return abilities(x.get_device() if is_plain(x) else None)
+    return abilities(device_of(x))
+
+
+def device_of(x: Tensor) -> int | None:
+    """The number of a tensor's device; None without data: the current device is what is compiled for."""
+    return x.get_device() if is_plain(x) else None
 
 
 @cache
@@ -245,7 +261,7 @@ def launch(
     if not is_plain(first):
         # Never early: Inductor (2.11 and 2.13) has no way to say so where it launches, and an instruction with effects,
         # as the wait is one, makes it believe that the kernel overwrites all of its arguments.
-        wrap_triton(kernel)[(tiles,)](*tensors, count, *numbers, False, num_warps=tile.warps)
+        wrap_triton(kernel)[(tiles,)](*tensors, count, *numbers, False, **_options(tile))
         return
     if not tiles:
         return
@@ -258,7 +274,7 @@ def launch(
         tiles = min(tiles, tile.resident * multiprocessors(device))
     early = tile.early and abilities(device).early
     places = [(tensor.dtype, tensor.data_ptr() % 16) for tensor in tensors]
-    key = (id(kernel), device, tile.warps, early, count < 2**31, *places, *numbers)
+    key = (id(kernel), device, tile.warps, tile.stages, early, count < 2**31, *places, *numbers)
     again = _compiled.get(key)
     if again is not None:
         again(tiles, *tensors, count, *numbers, early)
@@ -296,6 +312,12 @@ def _hooked(hook: Any) -> bool:
 
 
 def _by_triton(kernel: Kernel, tiles: Any, arguments: tuple[Any, ...], tile: Tile, early: bool) -> Any:
+    options = _options(tile)
     if early:
-        return kernel[(tiles,)](*arguments, num_warps=tile.warps, launch_pdl=True)
-    return kernel[(tiles,)](*arguments, num_warps=tile.warps)
+        options["launch_pdl"] = True
+    return kernel[(tiles,)](*arguments, **options)
+
+
+def _options(tile: Tile) -> dict[str, Any]:
+    """What a kernel is compiled with. Triton's own number of stages is a device's, so it is not named."""
+    return {"num_warps": tile.warps, **({"num_stages": tile.stages} if tile.stages else {})}

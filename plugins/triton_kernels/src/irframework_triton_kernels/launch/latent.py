@@ -1,5 +1,7 @@
 """Launches of latent attention of one query for each sequence, and its torch op."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,12 +12,26 @@ from irframework_triton_kernels.launch.call import (
     as_codes,
     as_float,
     code_dtype,
+    device_of,
     launch,
+    multiprocessors,
+    shared_memory,
+    static,
     tiles_of,
     torch_op,
 )
 from irframework_triton_kernels.launch.decoding import shares_of
-from irframework_triton_kernels.tiles import Tile, latent_tile, power_of_two, shares_tile
+from irframework_triton_kernels.tiles import Tile, latent_programs, latent_tile, power_of_two, shares_tile
+
+
+def shares_among(most: int, parts: Any, programs: int) -> Any:
+    """Shares, at most `most`, of each of `parts` (which may be symbolic), so that there are as many programs as wanted.
+
+    A share is not free: it stores `rank` float32 sums for each head, with 128 heads about as many bytes as 256 keys.
+    """
+    if isinstance(parts, int):
+        return max(1, min(most, programs // max(1, parts)))
+    return torch.sym_max(1, torch.sym_min(most, programs // torch.sym_max(1, parts)))
 
 
 @torch_op()
@@ -33,7 +49,9 @@ def decode_latent_attention(
 ) -> Tensor:
     """Attention of one absorbed query for each sequence over latent rows; `[tokens, heads, rank]`.
 
-    With an output scale, codes.
+    With an output scale, codes. The tile, and how far a sequence is shared out, depend on the number of tokens and on
+    the largest length, and so do the last bits. While a kernel is traced for any number of tokens, the tile is that of
+    many, and only shares follow the number.
     """
     tokens, blocks = query.shape[0], latent_cache.shape[0]
     # What a kernel is compiled for is known while it is traced.
@@ -41,13 +59,25 @@ def decode_latent_attention(
     codes, hardware = output_scale is not None, abilities_for(query).codes
     y = query.new_empty((tokens, heads, rank), dtype=code_dtype(query) if codes else query.dtype)
     batch, width = block_table.shape
-    shares = shares_of(width * block_size if max_seqlen_k is None else max_seqlen_k)
+    most = shares_of(width * block_size if max_seqlen_k is None else max_seqlen_k)
     rank_block, rope_block = (max(16, power_of_two(size)) for size in (rank, rope))
-    tile = tile or latent_tile(rank_block, query.element_size())
+    device, known = device_of(query), static(tokens)
+    processors = multiprocessors(device)
+    tile = tile or latent_tile(
+        heads, rank_block, rope_block, query.element_size(), processors, shared_memory(device),
+        None if known is None else known * most,
+    )  # fmt: skip
+    parts = tokens * tiles_of(heads, tile.rows)
+    shares = shares_among(most, parts, latent_programs(tile, processors))
+    if known is not None:
+        most = shares
+    shared = most > 1
     out, largest, total = y, y, y
-    if shares > 1:
-        out = query.new_empty((tokens, heads, shares, rank), dtype=torch.float32)
-        largest, total = (query.new_empty((tokens, heads, shares), dtype=torch.float32) for _ in range(2))
+    if shared:
+        # One dimension: while it is traced, torch asks of each whether it is 1, and that shares are for many tokens.
+        rows = tokens * heads * shares
+        out = query.new_empty(rows * rank, dtype=torch.float32)
+        largest, total = (query.new_empty(rows, dtype=torch.float32) for _ in range(2))
     code_scale = query if output_scale is None else output_scale
     tensors = (
         query, query_rope, latent_cache, cu_seqlens_q, seq_lens, block_table, code_scale, out, largest, total,
@@ -55,11 +85,11 @@ def decode_latent_attention(
     numbers = (
         batch, width, blocks, query.stride(0), query.stride(1), query_rope.stride(0), query_rope.stride(1),
         latent_cache.stride(0), latent_cache.stride(1), block_table.stride(0), as_float(scale), shares,
-        heads, rank, rope, block_size, codes, hardware, shares > 1, tile.rows, tile.block, rank_block, rope_block,
+        heads, rank, rope, block_size, codes, hardware, shared, tile.rows, tile.block, rank_block, rope_block,
     )  # fmt: skip
-    launch(latent_kernel, tokens * tiles_of(heads, tile.rows) * shares, tensors, tokens, numbers, tile)
-    if shares > 1:
-        parts = (out, largest, total, query, query, code_scale, y)
-        sizes = (shares, heads, rank, False, codes, hardware, power_of_two(shares), rank_block)
-        launch(shares_kernel, tokens * heads, parts, tokens * heads, sizes, shares_tile(rank_block))
+    launch(latent_kernel, parts * shares, tensors, tokens, numbers, tile)
+    if shared:
+        sums = (out, largest, total, query, query, code_scale, y)
+        sizes = (shares, heads, rank, False, codes, hardware, power_of_two(most), rank_block)
+        launch(shares_kernel, tokens * heads, sums, tokens * heads, sizes, shares_tile(rank_block))
     return as_codes(y) if codes else y
