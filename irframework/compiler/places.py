@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from irframework.compiler.call_arguments import Value, values_in
+from irframework.compiler.call_arguments import Core, Value, values_in
 from irframework.compiler.skeletons import NUMBER, TENSOR, Part, items_of
-from irframework.compiler.values import COMMUTATIVE, ERASED, Core, ValueTable
+from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
 
 _NO_PART = (0, TENSOR)  # stands for the first part among the arguments where there is none
 _ANY_TENSOR, _ANY_NUMBER = frozenset((TENSOR,)), frozenset((NUMBER,))

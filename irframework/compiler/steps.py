@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, Node
 
 from irframework.compiler.call_arguments import Number, Shape, Value, number, shape_of
+from irframework.compiler.replays import Replay
 
 _NO_DEFAULT = object()
 
@@ -51,9 +52,9 @@ def torch_op(target: Any) -> TorchOp:
     return TorchOp(target._schema.name, target._overloadname, is_random, is_pointwise, tuple(defaults))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """A node of a graph, its constants read.
+    """A node of a graph, its constants read; nobody changes it, and one is made for each node.
 
     Attributes:
         node: The node.
@@ -94,6 +95,8 @@ class Expansion:
         is_tuple: Whether the op returns a tuple.
         owner: Keeps what belongs to the graph alive.
         steps: Its nodes, their constants read.
+        is_symbolic: Whether any of its sizes is symbolic, so that it belongs to one graph.
+        replays: How it was numbered, by all of its inputs that numbering looks at.
     """
 
     graph: Graph
@@ -101,9 +104,12 @@ class Expansion:
     is_tuple: bool
     owner: Any
     steps: Sequence[Step] = field(init=False)
+    is_symbolic: bool = field(init=False)
+    replays: dict[Any, Replay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps = [step_of(node) for node in self.graph.nodes]
+        self.is_symbolic = any(type(size) is not int for step in self.steps for size in step.shape or ())
 
 
 def given(step: Step, values: dict[Node, Any]) -> tuple[Any, ...]:
