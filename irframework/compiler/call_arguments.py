@@ -1,11 +1,13 @@
 """Arguments of calls in a form that compares: values, constants, and tuples of these.
 
 Owns values and their cores, constants (symbolic sizes by their expression, whole floats like ints, a zero and its
-negative apart), shapes, and dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op computes (`values.py`).
+negative apart), shapes, and dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op
+computes (`values.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,7 +68,7 @@ class Identity:
 
 def shape_of(val: torch.Tensor) -> Shape:
     """The shape of a fake tensor; symbolic sizes as constants."""
-    return tuple(size if type(size) is int else number(size) for size in val.shape)
+    return tuple([size if type(size) is int else number(size) for size in val.shape])
 
 
 def rows_apart(own: Shape, shape: Shape) -> Shape:
@@ -91,6 +93,8 @@ def rows_apart(own: Shape, shape: Shape) -> Shape:
 
 def number(value: Any) -> Number:
     """A constant; symbolic ones by their expression, whole floats like ints."""
+    if type(value) is int:  # most are, and the same few again and again
+        return _whole_number(value)
     if isinstance(value, Number):
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -104,9 +108,16 @@ def number(value: Any) -> Number:
         except TypeError:
             return Number(Identity(id(value)))
         return Number(value)
+    return _plain(value)
+
+
+def _plain(value: float) -> Number:
     if isinstance(value, int) and abs(value) > 2**53:
         return Number(value)
     return Number("nan") if value != value else Number((float(value), str(float(value))))  # tells -0.0 from 0.0
+
+
+_whole_number = functools.lru_cache(maxsize=4096)(_plain)
 
 
 def plain_number(number: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from irframework.compiler.aliasing import effects_of, may_write
+from irframework.compiler.aliasing import effects_of
 from irframework.compiler.call_arguments import (
     Core,
     Identity,
@@ -73,6 +73,7 @@ class ValueTable:
         by_target: The numbers of the cores that each target computes, in order.
         epoch: How many writes stand in front of what is computed now. Equal cores are of one epoch.
         epochs: The epoch of each core.
+        writers: The graph's own nodes that overwrite memory, in order.
     """
 
     expand: Expand
@@ -82,6 +83,7 @@ class ValueTable:
     epoch: int = 0
     by_target: dict[str, list[int]] = field(default_factory=dict)
     epochs: list[int] = field(default_factory=list)
+    writers: list[Node] = field(default_factory=list)
     _known: dict[Any, int] = field(default_factory=dict)
     _recorder: Recorder | None = None
 
@@ -95,8 +97,10 @@ class ValueTable:
             if node.op != "call_function":
                 value = self.leaf(node, node.meta.get("val"))
             else:
-                value = self._call(step_of(node), self.of)
-                if node.target is not operator.getitem and may_write(node) and effects_of(node).writes:
+                step = step_of(node)
+                value = self._call(step, self.of)
+                if (step.called is None or step.called.may_write) and effects_of(node).writes:
+                    self.writers.append(node)
                     self.epoch += 1  # what is computed behind it is another value
             self.set(node, value)
 
@@ -181,7 +185,7 @@ class ValueTable:
             return whole[index] if isinstance(whole, tuple) else self.leaf(node, val)
         if val is None or step.called is None or step.called.is_random:
             return self.leaf(node, val)
-        found = op_of(node.target)
+        found = op_of(node.target) if step.called.is_ours else None
         if found is not None:
             value = self._ir_op(found[0], node, values)
             if value is not None:
