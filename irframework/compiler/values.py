@@ -123,8 +123,7 @@ class ValueTable:
             return self._run(expansion, inputs)
         look, cores = found
         known = expansion.replays.get(look)
-        again = known.again(cores, self._core) if known is not None else None
-        if again is not None:
+        if known is not None and (again := known.again(cores, self._core)) is not None:
             return again
         self._recorder = recorder = Recorder({core: place for place, core in enumerate(cores)})
         try:
@@ -331,8 +330,7 @@ class ValueTable:
                 parts.append(self._slice(first, where, shape_of(item), item.dtype))
                 start = end
             return tuple(parts)
-        results: tuple[Any, ...] = self._one_op(name, args, None, val)
-        return results
+        return tuple(self._one_op(name, args, None, val))
 
     def _slice(self, x: Value, where: Sequence[Any], shape: Shape, dtype: Any) -> Value:
         axis = from_the_end(where[0] if where else Number(0), len(shape))[0]
