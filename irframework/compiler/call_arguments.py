@@ -1,11 +1,13 @@
 """Arguments of calls in a form that compares: values, constants, and tuples of these.
 
-Owns constants (symbolic sizes by their expression, whole floats like ints, a zero and its negative apart), shapes,
-and dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op computes (`values.py`).
+Owns values and their cores, constants (symbolic sizes by their expression, whole floats like ints, a zero and its
+negative apart), shapes, and dimensions counted from the last. Does not read calls (`steps.py`), nor know what an op
+computes (`values.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ from torch.fx import Node
 Shape = tuple[Any, ...]
 _NARROW = (torch.bfloat16, torch.float16)
 
+# Nobody changes what is made here. That it is not frozen saves half of the time of making it, which is done often.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, unsafe_hash=True)
 class Value:
     """What a node computes.
 
@@ -31,7 +35,24 @@ class Value:
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Core:
+    """How a core is computed.
+
+    Attributes:
+        target: Name of the torch op, or a word of `values.py`.
+        args: Its arguments: values, numbers, and tuples of these.
+        shape: The shape in which it is computed.
+        dtype: Its dtype.
+    """
+
+    target: str
+    args: tuple[Any, ...]
+    shape: Shape
+    dtype: Any
+
+
+@dataclass(slots=True, unsafe_hash=True)
 class Number:
     """A constant argument: equal if torch treats it as equal."""
 
@@ -47,7 +68,7 @@ class Identity:
 
 def shape_of(val: torch.Tensor) -> Shape:
     """The shape of a fake tensor; symbolic sizes as constants."""
-    return tuple(size if type(size) is int else number(size) for size in val.shape)
+    return tuple([size if type(size) is int else number(size) for size in val.shape])
 
 
 def rows_apart(own: Shape, shape: Shape) -> Shape:
@@ -72,6 +93,8 @@ def rows_apart(own: Shape, shape: Shape) -> Shape:
 
 def number(value: Any) -> Number:
     """A constant; symbolic ones by their expression, whole floats like ints."""
+    if type(value) is int:  # most are, and the same few again and again
+        return _whole_number(value)
     if isinstance(value, Number):
         return value
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -85,9 +108,16 @@ def number(value: Any) -> Number:
         except TypeError:
             return Number(Identity(id(value)))
         return Number(value)
+    return _plain(value)
+
+
+def _plain(value: float) -> Number:
     if isinstance(value, int) and abs(value) > 2**53:
         return Number(value)
     return Number("nan") if value != value else Number((float(value), str(float(value))))  # tells -0.0 from 0.0
+
+
+_whole_number = functools.lru_cache(maxsize=4096)(_plain)
 
 
 def plain_number(number: Any) -> Any:

@@ -66,6 +66,8 @@ class Definitions:
 
     def _kind(self, argument: Any) -> tuple[Any, bool]:
         """What of an argument a trace depends on, and whether it is symbolic; asked of each tensor once."""
+        if argument is None or type(argument) in (int, bool, str, float):
+            return argument_key(argument, offsets=False), False
         if not isinstance(argument, torch.Tensor):
             return argument_key(argument, offsets=False), _symbolic(argument)
         known = self.kinds.get(id(argument))
@@ -152,6 +154,8 @@ def argument_key(value: Any, offsets: bool) -> Any:
     """
     if value is None or type(value) in (int, bool, str):  # most are
         return (type(value), value)
+    if type(value) is float:
+        return (float, repr(value))  # nan, and 0.0 beside -0.0
     if isinstance(value, (list, tuple)):
         return (type(value), *(argument_key(item, offsets) for item in value))
     if isinstance(value, torch.Tensor):
@@ -165,4 +169,4 @@ def argument_key(value: Any, offsets: bool) -> Any:
         hash(value)
     except TypeError:
         return ("object", id(value))
-    return (type(value), repr(value) if isinstance(value, float) else value)  # nan, and 0.0 beside -0.0
+    return (type(value), repr(value) if isinstance(value, float) else value)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from irframework.compiler.call_arguments import Core
 from irframework.compiler.definitions import known_by_spelling
 from irframework.compiler.shown_calls import shown_calls
-from irframework.compiler.values import ROW_REDUCTIONS, Core
+from irframework.compiler.values import ROW_REDUCTIONS
 from irframework.torch_ops import op_of
 
 if TYPE_CHECKING:

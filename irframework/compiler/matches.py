@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from irframework.compiler.aliasing import effects_of, may_write, storage_of
+from irframework.compiler.aliasing import effects_of, storage_of
 from irframework.compiler.call_arguments import Number, Value
 from irframework.compiler.clones import donate_op
 from irframework.compiler.definitions import argument_key
@@ -63,22 +63,18 @@ class Judge:
         table: Its values.
         position: The order of its nodes.
         sizes: Its inputs that are symbolic sizes, by their expression.
-        writers: Its nodes that overwrite memory.
         answers: Why ops do not run kernels of their own, for arguments that were asked about.
     """
 
     table: ValueTable
     position: dict[Node, int]
     sizes: dict[Any, Node] = field(init=False)
-    writers: list[Node] = field(init=False)
     answers: dict[Any, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = [node for node in self.position if node.op == "placeholder"]
         symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
         self.sizes = {node.meta["val"].node.expr: node for node in symbols}
-        calls = [node for node in self.position if node.op == "call_function" and may_write(node)]
-        self.writers = [node for node in calls if effects_of(node).writes]
 
     def match(
         self, skeleton: Skeleton, arguments: tuple[Any, ...], values: tuple[Value, ...], fakes: tuple[Any, ...]
@@ -103,7 +99,9 @@ class Judge:
             if not chosen and not self._is_dropped(value, inner):
                 raise Refused(f"its output {index} is computed nowhere here, and would cost extra")
             outputs.append(tuple(chosen))
-        inner = self._between([node for nodes in outputs for node in nodes], inputs)
+        ends = [node for nodes in outputs for node in nodes]
+        if ends != [last]:
+            inner = self._between(ends, inputs)
         arguments = self._given_away(skeleton.op, arguments, inner)
         orders = tuple(order for _, order in turned)
         return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner), orders)
@@ -247,7 +245,7 @@ class Judge:
         given = {argument for argument in match.arguments if isinstance(argument, Node)}
         first = min((first, *(self.position[node] for node in read ^ given)))
         apart = any(len(nodes) > 1 for nodes in match.outputs)  # places that become one; so they must stay equal
-        for node in self.writers:
+        for node in self.table.writers:
             if first < self.position[node] and (apart or self.position[node] < last):
                 raise Refused(f"{node.name} overwrites memory in between")
 

@@ -16,6 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from irframework.compiler.call_arguments import Number, Shape, Value, number, shape_of
+from irframework.compiler.replays import Replay
+from irframework.torch_ops import NAMESPACE
 
 _NO_DEFAULT = object()
 
@@ -29,6 +31,8 @@ class TorchOp:
         overload: The overload.
         is_random: Whether two equal calls compute two values.
         is_pointwise: Whether it works on each element alone.
+        is_ours: Whether it is of this framework: an IR op, or what compiled graphs call beside them.
+        may_write: Whether it may write to an argument.
         parameters: Name and default of each parameter; a default that equals nothing where there is none.
     """
 
@@ -36,6 +40,8 @@ class TorchOp:
     overload: str
     is_random: bool
     is_pointwise: bool
+    is_ours: bool
+    may_write: bool
     parameters: tuple[tuple[str, Any], ...]
 
 
@@ -47,13 +53,20 @@ def torch_op(target: Any) -> TorchOp:
         for each in target._schema.arguments
     ]
     tags = target.tags
-    is_random, is_pointwise = torch.Tag.nondeterministic_seeded in tags, torch.Tag.pointwise in tags
-    return TorchOp(target._schema.name, target._overloadname, is_random, is_pointwise, tuple(defaults))
+    return TorchOp(
+        name=target._schema.name,
+        overload=target._overloadname,
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_pointwise=torch.Tag.pointwise in tags,
+        is_ours=target.namespace == NAMESPACE,
+        may_write=target._schema.is_mutable,
+        parameters=tuple(defaults),
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """A node of a graph, its constants read.
+    """A node of a graph, its constants read; nobody changes it, and one is made for each node.
 
     Attributes:
         node: The node.
@@ -94,6 +107,8 @@ class Expansion:
         is_tuple: Whether the op returns a tuple.
         owner: Keeps what belongs to the graph alive.
         steps: Its nodes, their constants read.
+        is_symbolic: Whether any of its sizes is symbolic, so that it belongs to one graph.
+        replays: How it was numbered, by all of its inputs that numbering looks at.
     """
 
     graph: Graph
@@ -101,9 +116,12 @@ class Expansion:
     is_tuple: bool
     owner: Any
     steps: Sequence[Step] = field(init=False)
+    is_symbolic: bool = field(init=False)
+    replays: dict[Any, Replay] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps = [step_of(node) for node in self.graph.nodes]
+        self.is_symbolic = any(type(size) is not int for step in self.steps for size in step.shape or ())
 
 
 def given(step: Step, values: dict[Node, Any]) -> tuple[Any, ...]:
@@ -128,7 +146,7 @@ def _template(value: Any) -> Any:
     """An argument of a node, with nodes for values that it does not have yet."""
     if isinstance(value, Node):
         return value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):  # also the lists of FX
         items = tuple(map(_template, value))
         return items if any(isinstance(item, (Node, tuple)) for item in items) else Number(items)
     return number(value)
