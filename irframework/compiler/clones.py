@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from irframework.compiler.aliasing import Access, Aliasing, effects_of, stand_in
 from irframework.compiler.materialize import COPY
 from irframework.compiler.overlap import disjoint
-from irframework.compiler.tracing import contiguous_strides
+from irframework.compiler.tracing import contiguous_strides, has_strides
 from irframework.torch_ops import define_donate
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _argument(node: Node, index: int, name: str) -> object:
 def _is_contiguous(node: Node) -> bool:
     values = node.meta["val"]
     return all(
-        statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value)))
+        has_strides(value, contiguous_strides(value))
         for value in (values if isinstance(values, (list, tuple)) else (values,))
     )
 

@@ -17,7 +17,7 @@ import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from irframework import bisecting, contract, symbolic
@@ -28,7 +28,7 @@ from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import RAISED, MissedFusion, Report, graph_number, location, source_line
-from irframework.compiler.tracing import ClosedOverWriteError, contiguous_strides, fake_like, trace
+from irframework.compiler.tracing import ClosedOverWriteError, contiguous_strides, fake_like, has_strides, trace
 from irframework.contract import Breach, described_call, titled
 from irframework.dispatch import resolve
 from irframework.errors import ImplementationContractError, IrError, LoweringError
@@ -113,7 +113,7 @@ class _Run:
         try:
             template = self._template(op, impl, values, node)
             if impl.inplace and template.shows_kernels:
-                impl = _without_copies(impl, op, arguments, shown=True)
+                impl = _without_copies(impl, op, arguments, seen=True)
                 template = self._template(op, impl, values, node)
         except IrError as error:
             if not node.meta.get(RAISED):
@@ -164,7 +164,7 @@ class _Run:
             if name not in op.activations or not isinstance(argument, Node):
                 continue
             value = argument.meta["val"]
-            if not statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))):
+            if not has_strides(value, contiguous_strides(value)):
                 with self.graph.inserting_before(node):
                     copy = self.graph.call_function(_CLONE, (argument,), {"memory_format": torch.contiguous_format})
                 with value.fake_mode, torch.no_grad():
@@ -189,32 +189,39 @@ class _Run:
 _CLONE = torch.ops.aten.clone.default
 
 
-def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...], shown: bool = False) -> IrOpImpl:
+def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...], seen: bool = False) -> IrOpImpl:
     """The functional form of an implementation, where its in-place form would work on copies for the greater part.
 
     Args:
         impl: The implementation.
         op: Its op.
         arguments: Those of the call.
-        shown: Whether Inductor sees the kernels. What such a kernel overwrites of a graph's inputs it copies, given
-            away or not; nothing is lost, for it plans the memory of what the functional form returns.
+        seen: Whether Inductor sees the kernels. What such a kernel overwrites of a graph's inputs it copies, given away
+            or not; nothing is lost, for it plans the memory of what the functional form returns.
     """
     if impl.functional is None:
         return impl
     given = zip(op.signature.parameters, arguments, strict=True)
     activations = [node for name, node in given if name in op.activations and isinstance(node, Node)]
-    copied = [node for node in activations if _is_sure_to_be_copied(node, shown)]
-    sizes, size_copied = (sum(node.meta["val"].numel() for node in nodes) for nodes in (activations, copied))
+    copied = [node for node in activations if _is_sure_to_be_copied(node, seen)]
+    sizes, size_copied = (sum(_bytes(node.meta["val"]) for node in nodes) for nodes in (activations, copied))
     return impl.functional if statically_known_true(2 * size_copied >= sizes) else impl
 
 
-def _is_sure_to_be_copied(argument: Node, shown: bool) -> bool:
-    """Whether it is the caller's and was not given away (to a kernel that is shown: or was), or is not contiguous."""
+def _bytes(value: torch.Tensor) -> Any:
+    return value.numel() * value.dtype.itemsize
+
+
+def _is_sure_to_be_copied(argument: Node, seen: bool) -> bool:
+    """Whether a copy is certain: of memory of the caller's that was not given away, or of what is not contiguous.
+
+    For kernels that Inductor sees, also of memory that was given away.
+    """
     root = argument
-    while sources := root.all_input_nodes if shown and root.target is donate_op() else effects_of(root).views:
+    while sources := root.all_input_nodes if seen and root.target is donate_op() else effects_of(root).views:
         root = sources[0]
     value = argument.meta["val"]
-    return root.op != "call_function" or not _known_equal(value.stride(), contiguous_strides(value))
+    return root.op != "call_function" or not has_strides(value, contiguous_strides(value))
 
 
 def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -273,9 +280,9 @@ def _finish_output(
     """Give an output the layout and the independence that its op promises."""
     got = output.meta["val"]
     rules.check_output(index, got, want)
-    same_layout = _same_strides(got, want)
+    same_layout = has_strides(got, want.stride())
     # an in-place implementation returns memory that it was given, which may begin anywhere
-    at_start = rules.impl.inplace or _known_equal((got.storage_offset(),), (want.storage_offset(),))
+    at_start = rules.impl.inplace or statically_known_true(got.storage_offset() == want.storage_offset())
     borrowed = [root for root in aliasing.roots(output) if root.op in ("placeholder", "get_attr")]
     twice = [number for number, other in enumerate(before) if aliasing.find(output) is aliasing.find(other)]
     if same_layout and at_start and not borrowed and not twice:
@@ -289,16 +296,6 @@ def _finish_output(
             copy = graph.call_function(_CLONE, (output,), {"memory_format": torch.contiguous_format})
     copy.meta["val"] = fake_like(want, mode)
     return copy
-
-
-def _same_strides(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether tensors of one shape have the same strides. That of a dimension of one element says nothing."""
-    steps = zip(want.shape, got.stride(), want.stride(), strict=True)
-    return all(statically_known_true(size == 1) or statically_known_true(a == b) for size, a, b in steps)
-
-
-def _known_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    return statically_known_true(sym_eq(tuple(sizes), tuple(others)))
 
 
 def _fake_mode(values: Sequence[Any], node: Node) -> FakeTensorMode:
@@ -334,7 +331,7 @@ class _Contract:
         breaches = [contract.sharing(index, f"output {number}") for number in twice]
         if not self.impl.inplace:  # the framework gave it that memory
             breaches += [contract.sharing(index, "an argument or a tensor that it closes over") for _ in borrowed[:1]]
-        if not _same_strides(got, want):
+        if not has_strides(got, want.stride()):
             breaches.append(contract.strides(index, got, want.stride()))
         elif not breaches and not self.impl.inplace:
             breaches.append(contract.offset(index, got))

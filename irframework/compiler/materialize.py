@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from irframework.compiler.aliasing import stand_in
-from irframework.compiler.tracing import contiguous_strides, fake_like
+from irframework.compiler.tracing import contiguous_strides, fake_like, has_strides
 
 if TYPE_CHECKING:
     from irframework.compiler.report import Report
@@ -104,7 +103,7 @@ def _is_dense(node: Node) -> bool:
     """Whether `clone` keeps the strides, because the value has neither gaps nor overlaps."""
     value = node.meta["val"]
     if any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride())):
-        return bool(statically_known_true(sym_eq(tuple(value.stride()), contiguous_strides(value))))
+        return has_strides(value, contiguous_strides(value))
     step = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size == 1:

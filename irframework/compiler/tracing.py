@@ -260,6 +260,12 @@ def fake_view(base: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     return FakeTensor(base.fake_mode, meta, base.device)
 
 
+def has_strides(value: torch.Tensor, strides: Sequence[Any]) -> bool:
+    """Whether a value is known to have these strides. That of a dimension of one element says nothing."""
+    steps = zip(value.shape, value.stride(), strides, strict=True)
+    return all(statically_known_true(size == 1) or statically_known_true(own == other) for size, own, other in steps)
+
+
 def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
     """The strides a contiguous tensor of this one's shape has."""
     return strides_for(value.shape)

@@ -182,14 +182,15 @@ def keys_tile(group: int, size: int, element: int) -> Tile:
 
 @lru_cache(4096)  # of numbers of tokens there is no end
 def latent_tile(
-    heads: int, rank: int, rope: int, element: int, multiprocessors: int, shared_memory: int, parts: int | None
+    heads: int, rank: int, rope: int, element: int, multiprocessors: int, shared_memory: int, most_shares: int | None
 ) -> Tile:
     """Tile for latent attention: `rows` are heads, all of which read the same `block` of keys at a time.
 
     The more heads a program has, the less often keys are read, and the larger its products are; the fewer, the more
-    programs there are. So it has as many heads as leave no multiprocessor idle. The best, or within 3 % of it, of what
-    was measured on an H200 in bfloat16 with rows of 512 + 64, 16 and 128 heads, 1 to 256 sequences of 1024 to 8192 keys
-    (`benchmarks/latent_attention_gpu.py`). Other sizes of rows, float32 and other devices were not measured.
+    programs there are. So it has as many heads as leave no multiprocessor idle. The best, or within 3 % of it, of 60
+    tiles that were measured on an H200 in bfloat16 with rows of 512 + 64, 16 and 128 heads, 1 to 256 sequences of 1024
+    to 8192 keys; `benchmarks/latent_attention_gpu.py` has the nearest. Other sizes of rows, float32 and other devices
+    were not measured.
 
     Args:
         heads: Heads of queries.
@@ -198,8 +199,8 @@ def latent_tile(
         element: Bytes of one.
         multiprocessors: How many there are.
         shared_memory: Bytes that a program can have of it at most.
-        parts: Shares of keys, of all tokens together, if sequences are shared out as far as their length allows; None:
-            unknown while the kernel is traced, and taken to be many.
+        most_shares: Shares of keys, of all tokens together, if sequences are shared out as far as their length allows;
+            None: unknown while the kernel is traced, and taken to be many.
     """
     warps = 8 if rank > 256 else 4
     if element > 2:  # no matrix instruction takes float32 without rounding it
@@ -208,7 +209,7 @@ def latent_tile(
         rows, keys, stages = min(_LATENT_HEADS, max(16, power_of_two(heads))), 64, 1
         while rows > 16 and _latent_memory(rows, keys, rank, rope, element) > shared_memory:
             rows, keys = rows // 2, 32
-        programs = 0 if parts is None else parts * -(-heads // rows)
+        programs = 0 if most_shares is None else most_shares * -(-heads // rows)
         while rows > 16 and 0 < 2 * programs <= multiprocessors:
             rows, programs = rows // 2, 2 * programs
         if rows < _LATENT_HEADS:

@@ -82,7 +82,7 @@ def gated_kernel(
     scale = tl.load(code_scale) if codes == STATIC else 1.0
     x += row * x_stride
     h = value_of(x, columns, length, mask, activation)
-    # Behind the reads of x, which would wait for the scale: a division is a loop.
+    # Behind the reads of x: an exact division has a branch, which reads behind it would wait for, and so for the scale.
     inverse = tl.math.div_rn(1.0, scale) if codes == STATIC else 1.0
     stored(y + row * length, columns, h, inverse, mask, x, codes, hardware)
 

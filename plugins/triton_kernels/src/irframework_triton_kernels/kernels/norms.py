@@ -178,7 +178,7 @@ def norm_rows(
             h_behind = _read(x, x_residual, residual, behind, mask_behind, has_residual)
         # Before the sum, so that nothing waits for it behind the sum.
         w = weight_at(weight, columns, hidden, has_weight)
-        # Behind the reads, which would wait for the scale: a division is a loop.
+        # Behind the reads: an exact division has a branch, which reads behind it would wait for, and so for the scale.
         inverse = tl.math.div_rn(1.0, known_scale) if codes == STATIC else 1.0
         total = summed(_squares(h, columns, variance_size, partial), tile_rows)
         if tail:

@@ -33,6 +33,11 @@ from irframework_triton_kernels.tiles import CODES, FEW_ROWS, GATED_CODES, MANY_
 ACTIVATIONS: dict[str, int] = {"silu": SILU.value, "none": GELU.value, "tanh": GELU_TANH.value}
 
 
+def _are_few(rows: Any) -> bool:
+    known = static(rows)
+    return known is not None and known <= FEW_ROWS
+
+
 def _elements(
     x: Tensor,
     y: Tensor,
@@ -46,9 +51,8 @@ def _elements(
     rows, length = x2.shape[0], y.shape[-1]
     if static(length) == 0:
         return
-    if tile is None:
-        few = (static(rows) or MANY_ROWS) <= FEW_ROWS
-        tile = elementwise_tile(static(length), activation != NO_GATE.value, codes != VALUES.value, few)
+    gate = activation != NO_GATE.value
+    tile = tile or elementwise_tile(static(length), gate, codes != VALUES.value, _are_few(rows))
     tensors = (x2, y, x2 if scale is None else scale)
     blocks = tiles_of(length, tile.block)
     numbers = (
@@ -108,7 +112,7 @@ def gated_apart(x: Tensor, x_up: Tensor, activation: str, tile: Tile | None = No
     rows, length = x2.shape
     if static(length) == 0:
         return y
-    tile = tile or elementwise_tile(static(length), True, False, (static(rows) or MANY_ROWS) <= FEW_ROWS)
+    tile = tile or elementwise_tile(static(length), True, False, _are_few(rows))
     blocks = tiles_of(length, tile.block)
     numbers = (
         length, x2.stride(0), x_up2.stride(0), ACTIVATIONS[activation], tile.rows, tile.block, static(blocks) or 0,

@@ -24,14 +24,14 @@ from irframework_triton_kernels.launch.decoding import shares_of
 from irframework_triton_kernels.tiles import Tile, latent_programs, latent_tile, power_of_two, shares_tile
 
 
-def shares_among(most: int, parts: Any, programs: int) -> Any:
-    """Shares, at most `most`, of each of `parts` (which may be symbolic), so that there are as many programs as wanted.
+def shares_among(most: int, programs: Any, wanted: int) -> Any:
+    """Shares of the keys of each program (their number may be symbolic), at most `most`, so that as many run as wanted.
 
     A share is not free: it stores `rank` float32 sums for each head, with 128 heads about as many bytes as 256 keys.
     """
-    if isinstance(parts, int):
-        return max(1, min(most, programs // max(1, parts)))
-    return torch.sym_max(1, torch.sym_min(most, programs // torch.sym_max(1, parts)))
+    if isinstance(programs, int):
+        return max(1, min(most, wanted // max(1, programs)))
+    return torch.sym_max(1, torch.sym_min(most, wanted // torch.sym_max(1, programs)))
 
 
 @torch_op()
@@ -67,8 +67,8 @@ def decode_latent_attention(
         heads, rank_block, rope_block, query.element_size(), processors, shared_memory(device),
         None if known is None else known * most,
     )  # fmt: skip
-    parts = tokens * tiles_of(heads, tile.rows)
-    shares = shares_among(most, parts, latent_programs(tile, processors))
+    programs = tokens * tiles_of(heads, tile.rows)
+    shares = shares_among(most, programs, latent_programs(tile, processors))
     if known is not None:
         most = shares
     shared = most > 1
@@ -87,7 +87,7 @@ def decode_latent_attention(
         latent_cache.stride(0), latent_cache.stride(1), block_table.stride(0), as_float(scale), shares,
         heads, rank, rope, block_size, codes, hardware, shared, tile.rows, tile.block, rank_block, rope_block,
     )  # fmt: skip
-    launch(latent_kernel, parts * shares, tensors, tokens, numbers, tile)
+    launch(latent_kernel, programs * shares, tensors, tokens, numbers, tile)
     if shared:
         sums = (out, largest, total, query, query, code_scale, y)
         sizes = (shares, heads, rank, False, codes, hardware, power_of_two(most), rank_block)
