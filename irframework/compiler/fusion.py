@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from irframework.compiler.argument_choices import arguments_of
 from irframework.compiler.call_arguments import Value, number
 from irframework.compiler.candidates import Binding, Search, TooManyWaysError
+from irframework.compiler.collecting import uncollected
 from irframework.compiler.definitions import Definitions, fake_mode_of, fresh, known_by_spelling
 from irframework.compiler.fusable_ops import looked_for, skeletons_of, take_number
 from irframework.compiler.ingredients import ingredients_of
@@ -47,8 +48,9 @@ def _is_pointwise(target: Any) -> bool:
 def fuse(graph: Graph, report: Report) -> None:
     """Replace what computes a fused op's definition by that op, in place."""
     missed = len(report.missed_fusions)
-    while _Fusion(graph, report).run():
-        del report.missed_fusions[missed:]
+    with uncollected():
+        while _Fusion(graph, report).run():
+            del report.missed_fusions[missed:]
 
 
 @dataclass(frozen=True, slots=True)
