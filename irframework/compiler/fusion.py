@@ -231,11 +231,12 @@ class _Fusion:
 
     def _is_larger_op(self, node: Node, size: int) -> bool:
         """Whether a node shows what an IR op computes whose definition is no smaller."""
+        shown = self.table.of[node]
         while node.op == "call_function" and op_of(node.target) is None and len(node.all_input_nodes) == 1:
-            source = node.all_input_nodes[0]
-            if node.target is not operator.getitem and self.table.of[source].core != self.table.of[node].core:
+            node = node.all_input_nodes[0]
+            value = self.table.of[node]
+            if isinstance(value, Value) and value.core != shown.core:  # several are what one of them is an item of
                 return False
-            node = source
         found = op_of(node.target)
         return found is not None and size <= self.sizes.get(found[0].name, 0)
 
