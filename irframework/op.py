@@ -174,7 +174,7 @@ class IrOp:
                 It may look at dtypes, ranks, strides, static sizes and numbers; not at values or the batch size.
             inplace: The implementation overwrites the op's activations and returns them.
             functional: With `inplace`, the same without overwriting anything, for calls that give nothing away, and in
-                compiled code for those of which half would be copied first. Without it they work on copies.
+                compiled code for donated inputs of a graph if Inductor sees the kernels. Else they work on copies.
             device_types: Device types it runs on, e.g. `("cpu", "cuda")`; None means those that `supported` tells
                 apart, else all that hold data.
             batch_invariant: A row's result does not depend on how many other rows there are.

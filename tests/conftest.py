@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 
 import irframework as ir
 from irframework.registry import registry
 
 DECLARED_ONCE = ("irframework", "fused_ops")  # by a process: the library's ops, and those of random programs
+
+# A machine that pauses for seconds while an example is drawn is no fault of the strategy.
+settings.register_profile("any machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("any machine")
 
 _numbers = itertools.count()
 

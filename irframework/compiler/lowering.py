@@ -190,22 +190,24 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def _without_copies(impl: IrOpImpl, op: IrOp, arguments: tuple[Any, ...], seen: bool = False) -> IrOpImpl:
-    """The functional form of an implementation, where its in-place form would work on copies for the greater part.
+    """The functional form of an implementation, where its in-place form would work on copies only.
 
     Args:
         impl: The implementation.
         op: Its op.
         arguments: Those of the call.
         seen: Whether Inductor sees the kernels. What such a kernel overwrites of a graph's inputs it copies, given away
-            or not; nothing is lost, for it plans the memory of what the functional form returns.
+            or not, so half of the bytes are enough; it plans the memory of what the functional form returns.
     """
     if impl.functional is None:
         return impl
     given = zip(op.signature.parameters, arguments, strict=True)
     activations = [node for name, node in given if name in op.activations and isinstance(node, Node)]
     copied = [node for node in activations if _is_sure_to_be_copied(node, seen)]
-    sizes, size_copied = (sum(_bytes(node.meta["val"]) for node in nodes) for nodes in (activations, copied))
-    return impl.functional if statically_known_true(2 * size_copied >= sizes) else impl
+    if not seen:
+        return impl.functional if len(copied) == len(activations) else impl
+    whole, part = (sum(_bytes(node.meta["val"]) for node in nodes) for nodes in (activations, copied))
+    return impl.functional if statically_known_true(2 * part >= whole) else impl
 
 
 def _bytes(value: torch.Tensor) -> Any:

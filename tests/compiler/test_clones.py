@@ -401,14 +401,6 @@ def test_inputs_that_are_not_donated_go_to_the_functional_form_and_cost_no_copy(
     assert report().clones_inserted == 0
 
 
-def test_what_is_mostly_not_donated_goes_to_the_functional_form(add):
-    ran = with_functional_form(add)
-    with add.priority("both"):
-        run(lambda x, r, w: add.op(x.sin(), r, w), *tensors(*ARGUMENTS))
-    assert ran == ["functional"]
-    assert report().clones_inserted == 0
-
-
 @pytest.mark.parametrize("given", ["donated", "fresh"])
 def test_memory_that_may_be_overwritten_is_worked_on_in_place(add, given):
     ran = with_functional_form(add)

@@ -14,6 +14,7 @@ from programs import drawn
 from statements import FUSABLE
 
 from irframework.compiler import matches, values
+from irframework.compiler.aliasing import Effects
 
 FIRST, COUNT = 1, 40
 
@@ -41,8 +42,8 @@ def test_fused_programs_equal_eager_native_and_their_graphs_unfused(tally):
 Patch = tuple[Any, str, Callable[..., Any]]
 
 
-def _never(*arguments: object) -> bool:
-    return False
+def _no_effects(*arguments: object) -> Effects:
+    return Effects()
 
 
 def _always(*arguments: object) -> bool:
@@ -57,7 +58,7 @@ def _nothing(*arguments: object) -> None:
 # programs are drawn.
 FAULTS: dict[str, tuple[tuple[Patch, ...], int]] = {
     "an intermediate with another reader": (((matches.Judge, "_is_free", _always),), 3),
-    "writes": (((values, "may_write", _never), (matches, "may_write", _never)), 13),
+    "writes": (((values, "effects_of", _no_effects),), 13),
     "an input that depends on an output": (((matches.Judge, "_check_order", _nothing),), 77),
     "an output that nobody computes": (((matches.Judge, "_is_dropped", _always),), 105),
     "dtypes and strides": (((matches.Judge, "_check_layout", _nothing),), 11),
