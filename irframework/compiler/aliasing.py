@@ -21,7 +21,9 @@ from torch.fx import Graph, Node
 from irframework.memory import storage_key
 
 # By name: some are only there once torch has needed them.
-_FUNCTIONAL_HIGHER_ORDER = ("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional")
+HIDDEN_CALLS = ("auto_functionalized", "auto_functionalized_v2")
+VISIBLE_LAUNCH = "triton_kernel_wrapper_functional"
+_FUNCTIONAL_HIGHER_ORDER = (*HIDDEN_CALLS, VISIBLE_LAUNCH)
 
 # What is asked here is the same of a copy and of what was copied: clone removal compares sizes and strides.
 _SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default)

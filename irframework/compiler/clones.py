@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from irframework.compiler.aliasing import Access, Aliasing, effects_of, stand_in
 from irframework.compiler.materialize import COPY
 from irframework.compiler.overlap import disjoint
-from irframework.compiler.tracing import contiguous_strides, has_strides
+from irframework.compiler.tracing import is_contiguous
 from irframework.torch_ops import define_donate
 
 if TYPE_CHECKING:
@@ -244,10 +244,7 @@ def _argument(node: Node, index: int, name: str) -> object:
 
 def _is_contiguous(node: Node) -> bool:
     values = node.meta["val"]
-    return all(
-        has_strides(value, contiguous_strides(value))
-        for value in (values if isinstance(values, (list, tuple)) else (values,))
-    )
+    return all(is_contiguous(value) for value in (values if isinstance(values, (list, tuple)) else (values,)))
 
 
 def _computes_now(node: Node) -> bool:

@@ -154,8 +154,8 @@ def argument_key(value: Any, offsets: bool) -> Any:
     """
     if value is None or type(value) in (int, bool, str):  # most are
         return (type(value), value)
-    if type(value) is float:
-        return (float, repr(value))  # nan, and 0.0 beside -0.0
+    if isinstance(value, float):
+        return (type(value), repr(value))  # nan, and 0.0 beside -0.0
     if isinstance(value, (list, tuple)):
         return (type(value), *(argument_key(item, offsets) for item in value))
     if isinstance(value, torch.Tensor):
@@ -169,4 +169,4 @@ def argument_key(value: Any, offsets: bool) -> Any:
         hash(value)
     except TypeError:
         return ("object", id(value))
-    return (type(value), repr(value) if isinstance(value, float) else value)
+    return (type(value), value)

@@ -15,11 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from irframework.compiler.aliasing import stand_in, storage_of
+from irframework.compiler.aliasing import HIDDEN_CALLS, VISIBLE_LAUNCH, stand_in, storage_of
 from irframework.compiler.tracing import Place, argument_at, fake_like, fake_view
 
-_LAUNCH = "triton_kernel_wrapper_functional"  # by name: it is only there once torch has needed it
-_HIDDEN = ("auto_functionalized", "auto_functionalized_v2")
 LOWERED = "irframework_lowered"  # marks what an implementation brought in
 _KEPT_META = ("stack_trace", "nn_module_stack", "seq_nr", "fwd_nn_module_stack", "source_fn_stack", "custom")
 
@@ -46,7 +44,7 @@ class Template:
     def shows_kernels(self) -> bool:
         """Whether Inductor sees the kernels that overwrite its arguments, each of them."""
         names = {getattr(node.target, "__name__", "") for node in self.module.graph.nodes}
-        return _LAUNCH in names and names.isdisjoint(_HIDDEN)
+        return VISIBLE_LAUNCH in names and names.isdisjoint(HIDDEN_CALLS)
 
 
 def inline(graph: Graph, node: Node, template: Template, arguments: Sequence[Any]) -> list[Node]:

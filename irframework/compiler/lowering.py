@@ -28,7 +28,7 @@ from irframework.compiler.guards import new_guards_count
 from irframework.compiler.inlining import Template, inline
 from irframework.compiler.materialize import COPY, mark_copy
 from irframework.compiler.report import RAISED, MissedFusion, Report, graph_number, location, source_line
-from irframework.compiler.tracing import ClosedOverWriteError, contiguous_strides, fake_like, has_strides, trace
+from irframework.compiler.tracing import ClosedOverWriteError, fake_like, has_strides, is_contiguous, trace
 from irframework.contract import Breach, described_call, titled
 from irframework.dispatch import resolve
 from irframework.errors import ImplementationContractError, IrError, LoweringError
@@ -164,7 +164,7 @@ class _Run:
             if name not in op.activations or not isinstance(argument, Node):
                 continue
             value = argument.meta["val"]
-            if not has_strides(value, contiguous_strides(value)):
+            if not is_contiguous(value):
                 with self.graph.inserting_before(node):
                     copy = self.graph.call_function(_CLONE, (argument,), {"memory_format": torch.contiguous_format})
                 with value.fake_mode, torch.no_grad():
@@ -223,7 +223,7 @@ def _is_sure_to_be_copied(argument: Node, seen: bool) -> bool:
     while sources := root.all_input_nodes if seen and root.target is donate_op() else effects_of(root).views:
         root = sources[0]
     value = argument.meta["val"]
-    return root.op != "call_function" or not has_strides(value, contiguous_strides(value))
+    return root.op != "call_function" or not is_contiguous(value)
 
 
 def _values(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

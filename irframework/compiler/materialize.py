@@ -16,7 +16,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch.fx import Graph, Node
 
 from irframework.compiler.aliasing import stand_in
-from irframework.compiler.tracing import contiguous_strides, fake_like, has_strides
+from irframework.compiler.tracing import fake_like, is_contiguous
 
 if TYPE_CHECKING:
     from irframework.compiler.report import Report
@@ -103,7 +103,7 @@ def _is_dense(node: Node) -> bool:
     """Whether `clone` keeps the strides, because the value has neither gaps nor overlaps."""
     value = node.meta["val"]
     if any(isinstance(number, torch.SymInt) for number in (*value.shape, *value.stride())):
-        return has_strides(value, contiguous_strides(value))
+        return is_contiguous(value)
     step = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size == 1:

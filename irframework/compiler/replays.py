@@ -26,13 +26,10 @@ class _At:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A core that is asked for; `order` holds pairs of places of which the first was computed earlier."""
+    """A core that is asked for, its values by their places; of each pair in `order` the first was computed earlier."""
 
     order: tuple[tuple[int, int], ...]
-    target: str
-    args: tuple[Any, ...]
-    shape: Shape
-    dtype: Any
+    core: Core
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,8 @@ class Replay:
             for first, second in call.order:
                 if cores[first] >= cores[second]:
                     return None
-            core = core_of(call.target, _filled(call.args, cores), call.shape, call.dtype)
+            asked = call.core
+            core = core_of(asked.target, _filled(asked.args, cores), asked.shape, asked.dtype)
             if core in inputs:  # what it computes was given as well
                 return None
             cores.append(core)
@@ -117,7 +115,7 @@ class Recorder:
         if core in self.places:  # again; or one that is an input as well, of which nothing follows for others
             self.is_whole &= self.places[core] >= self._inputs
             return
-        self._calls.append(_Call(tuple(self._order), target, self._placed(args), shape, dtype))
+        self._calls.append(_Call(tuple(self._order), Core(target, self._placed(args), shape, dtype)))
         self._order.clear()
         self.places[core] = len(self.places)
 

@@ -266,6 +266,11 @@ def has_strides(value: torch.Tensor, strides: Sequence[Any]) -> bool:
     return all(statically_known_true(size == 1) or statically_known_true(own == other) for size, own, other in steps)
 
 
+def is_contiguous(value: torch.Tensor) -> bool:
+    """Whether a value is known to be contiguous, whatever its symbolic sizes are."""
+    return has_strides(value, contiguous_strides(value))
+
+
 def contiguous_strides(value: torch.Tensor) -> tuple[Any, ...]:
     """The strides a contiguous tensor of this one's shape has."""
     return strides_for(value.shape)
