@@ -4,9 +4,9 @@ Owns how symbolic sizes are found in a call's arguments, how a new guard is noti
 also have an answer where only a run can tell a size (unbacked sizes, e.g. of `x[mask]`). Does not decide what to do
 about a guard.
 
-Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards`, `SymNode._expr`, `FakeTensor.fake_mode`,
-`torch._prims_common.is_contiguous_or_false`, and of `torch.fx.experimental.symbolic_shapes` `_ShapeEnvGuardError`,
-`GuardOnDataDependentSymNode` and `guard_or_true`.
+Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards` and `.replacements`, `SymNode._expr`,
+`FakeTensor.fake_mode`, `torch._prims_common.is_contiguous_or_false`, and of `torch.fx.experimental.symbolic_shapes`
+`_ShapeEnvGuardError`, `GuardOnDataDependentSymNode` and `guard_or_true`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> s
 
     A guard on a number argument does not count: under `dynamic=True` an int of the caller's is symbolic as well, and
     torch specializes it at the first operator that takes a plain int. Neither does one that holds for every size that
-    the guards before it allow, as torch's own operators add them (`s // 2 != 0`).
+    the guards before it allow, as torch's own operators add them (`s // 2 != 0`), given what such numbers are by now.
     """
     if environment is None or len(environment.guards) <= before:
         return None
@@ -51,7 +51,8 @@ def size_guard(environment: Any | None, before: int, args: tuple[Any, ...]) -> s
             for number in (*value.shape, *value.stride(), value.storage_offset()):
                 if isinstance(number, torch.SymInt):
                     symbols |= number.node._expr.free_symbols  # `expr` has lost those that are numbers now
-    earlier = [guard.expr for guard in environment.guards[:before]]
+    known = {symbol: value for symbol, value in environment.replacements.items() if symbol not in symbols}
+    earlier = [guard.expr.xreplace(known) for guard in environment.guards[:before]]
     for guard in reversed(environment.guards[before:]):
         if guard.expr.free_symbols & symbols and not _holds_for_all(guard.expr, earlier):
             return str(guard.expr)

@@ -269,6 +269,11 @@ def _make_template(op: IrOp, impl: IrOpImpl, values: Sequence[Any], node: Node) 
     return Template(traced.module, traced.dynamic, mode)
 
 
+def _is_laid_out(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether an output lies as the op's own does, which is contiguous. Of one size the two may write two formulas."""
+    return has_strides(got, want.stride()) or is_contiguous(got)
+
+
 def _finish_output(
     graph: Graph,
     aliasing: Aliasing,
@@ -282,7 +287,7 @@ def _finish_output(
     """Give an output the layout and the independence that its op promises."""
     got = output.meta["val"]
     rules.check_output(index, got, want)
-    same_layout = has_strides(got, want.stride())
+    same_layout = _is_laid_out(got, want)
     # an in-place implementation returns memory that it was given, which may begin anywhere
     at_start = rules.impl.inplace or statically_known_true(got.storage_offset() == want.storage_offset())
     borrowed = [root for root in aliasing.roots(output) if root.op in ("placeholder", "get_attr")]
@@ -333,7 +338,7 @@ class _Contract:
         breaches = [contract.sharing(index, f"output {number}") for number in twice]
         if not self.impl.inplace:  # the framework gave it that memory
             breaches += [contract.sharing(index, "an argument or a tensor that it closes over") for _ in borrowed[:1]]
-        if not has_strides(got, want.stride()):
+        if not _is_laid_out(got, want):
             breaches.append(contract.strides(index, got, want.stride()))
         elif not breaches and not self.impl.inplace:
             breaches.append(contract.offset(index, got))

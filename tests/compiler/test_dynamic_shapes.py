@@ -359,6 +359,25 @@ def test_an_implementation_whose_sizes_are_spelt_otherwise_is_taken(scale):
     assert counting.compiles == once
 
 
+def test_sizes_that_are_spelt_otherwise_are_no_other_layout_and_add_no_guard(declare, caplog):
+    def native(x: Tensor, group: int) -> Tensor:
+        return (x.unflatten(-1, (x.shape[-1] // group, group)) * 2.0).flatten(-2)
+
+    op = declare(native)
+
+    @op.register_impl("whole")
+    def whole(x, group):
+        assert x.shape[-1] // group != 0  # `group` is a symbol in the op's own body, and a number here
+        return x * 2.0
+
+    function = torch.compile(lambda x, group: op(x, group), backend=lowered, dynamic=True)
+    with ir.priority({op.name: ["whole"]}), torch.no_grad(), caplog.at_level(logging.WARNING, "irframework"):
+        for rows, columns in ((5, 64), (3, 96)):
+            same(function(torch.ones(rows, columns), 32), torch.full((rows, columns), 2.0))
+    assert ir.last_report().selected_impls == {op.name: {op.name: "whole"}}
+    assert not caplog.records
+
+
 def test_an_implementation_with_another_size_is_refused_also_when_it_is_symbolic(scale):
     scale.register_impl("short")(lambda x, factor=2.0: x[1:] * factor)
     with pytest.raises(Exception, match=r"'short' of op .* returns .* as output 0") as caught:

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,22 @@ def test_an_unknown_approximation_is_refused_with_the_reason(impl):
 )
 def test_activating_something_else_is_refused_with_the_reason(impl, name, arguments, why):
     assert why in reason(impl(name).supports_args(*arguments))
+
+
+def test_a_row_that_fits_in_no_shared_memory_is_refused_and_one_of_symbolic_length_is_not(impl, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    sums = importlib.import_module("irframework_triton_kernels.sums")
+    monkeypatch.setattr(sums, "memory_of", lambda group: SimpleNamespace(capacity=4 * 8))
+    takes = impl("all_reduce_rms_norm").supports_args
+    assert takes(X, W, 1e-6, "0") is True
+    assert "a row has 64 bytes" in reason(takes(torch.ones(2, 16), torch.ones(16), 1e-6, "0"))
+    sizes = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK] * 2)
+    environment = ShapeEnv()
+    x = FakeTensorMode(shape_env=environment).from_tensor(torch.ones(3, 16), symbolic_context=sizes)
+    assert takes(x, None, 1e-6, "0") is True
+    assert not environment.guards
 
 
 HEADS, ANGLES = torch.ones(2, 3, 4, 8), torch.ones(1, 3, 8)

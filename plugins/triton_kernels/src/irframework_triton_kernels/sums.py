@@ -48,13 +48,16 @@ def all_reduce_fused_add_rms_norm_dynamic_quant_fp8(
 def row_fits(x: Tensor, group: str) -> bool | ir.Rejected:
     """The group shares memory in which at least a row can be added up.
 
-    How many rows there are is looked at when it runs; more than fit are added up by the group's backend.
+    How many rows there are is looked at when it runs, and how long they are where that is symbolic; more than fits is
+    added up by the group's backend.
     """
     memory = memory_of(group)
     if memory is None:
         return shares_memory(group)
     row = x.shape[-1] * x.element_size()
-    return row <= memory.capacity or ir.reject(
+    if not isinstance(row, int) or row <= memory.capacity:
+        return True
+    return ir.reject(
         f"a row has {row} bytes, sums of at most {memory.capacity} are one-shot: one_shot_bytes of "
         "enable_symmetric_memory"
     )
