@@ -36,7 +36,8 @@ from irframework.untraced import run_untraced
 PROVIDER = "symm_mem"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PRODUCTS = supports(dtype={"x": _FLOATS}, same_dtype=("x", "weight"), ndim={"x": 2}, contiguous=("x",))
-_SUMS = supports(dtype={"x": (torch.bfloat16, torch.float32)}, contiguous=("x",), multiple_of={"x": 8})
+_SUMS = supports(dtype={"x": (torch.bfloat16, torch.float32)}, contiguous=("x",))
+_STEP = 16  # torch's one-shot sum reads so many bytes at a time
 
 _buffers: dict[str, Tensor] = {}  # of each group that was asked for
 _memories: dict[str, tuple[SharedMemory, Tensor]] = {}  # and what keeps it
@@ -51,8 +52,8 @@ def enable_symmetric_memory(group: Any = None, one_shot_bytes: int = 1024 * 1024
     Args:
         group: A `ProcessGroup` of processes on one host, each with a GPU of its own, which is the current one. None:
             all processes.
-        one_shot_bytes: Sums of at most so many bytes are one-shot; 0 leaves all sums to the group's backend. Each GPU
-            reads that much of each other one: with many GPUs, less may be better.
+        one_shot_bytes: Sums of at most so many bytes, a multiple of 16, are one-shot; 0 leaves all sums to the group's
+            backend. Each GPU reads that much of each other one: with many GPUs, less may be better.
 
     Raises:
         DeviceUnavailableError: torch.distributed is not in use, there is no CUDA device, or torch cannot share memory
@@ -173,7 +174,7 @@ def one_shot_all_reduce() -> Any:
 
         def run(x: Tensor, group: str) -> Tensor:
             buffer, size = _buffers.get(group), x.numel() * x.element_size()
-            if buffer is None or not 0 < size <= buffer.numel():
+            if buffer is None or not 0 < size <= buffer.numel() or size % _STEP:
                 begun = torch.ops._c10d_functional.all_reduce(x, "sum", group_named("all_reduce", group).group_name)
                 waited: Tensor = torch.ops._c10d_functional.wait_tensor(begun)
                 return waited

@@ -191,6 +191,21 @@ def test_which_groups_share_memory_is_in_the_cache_key(monkeypatch):
     assert PrePass().uuid() != before
 
 
+@pytest.mark.parametrize(
+    ("elements", "one_shot"), [(0, False), (3, False), (4, True), (6, False), (8, True), (12, False)]
+)
+def test_sums_are_one_shot_that_fit_and_that_torch_can_read_in_whole_steps(elements, one_shot, shared, monkeypatch):
+    from torch.distributed import _symmetric_memory  # noqa: F401 -- declares its ops
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("one_shot_all_reduce_copy", lambda place, x, op, group: x + 1, "CPU")
+    with group_without_processes(2) as group:
+        monkeypatch.setitem(symmetric_memory._buffers, group, torch.empty(32, dtype=torch.uint8))
+        x = torch.zeros(elements)
+        assert ir.ops.all_reduce.impls[shared].supports_args(x, group) is True
+        torch.testing.assert_close(symmetric_memory.sum_by_one_shot(x, group), x + 1 if one_shot else x)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_implementations_of_symm_mem_are_compiled_by_inductor_for_any_number_of_rows(dynamic, configured):
