@@ -114,30 +114,16 @@ def measure(options: argparse.Namespace, found: Found, until: float) -> None:
 
 def measured(family: Any, tokens: int, clock: Any, options: argparse.Namespace) -> Found:
     """One family at one number of tokens: times, gains, and what failed."""
-    from irframework.cli.benchmarking import Timing
+    from irframework.cli.benchmarking import Timing, race
 
     one = family.make(tokens, sizes_of(options), options.device)
     more = range(1, clock.sets_for(family.moved(one)))
     sets = [one, *(family.make(tokens, sizes_of(options), options.device) for _ in more)]
-    rounds: dict[str, Callable[[], float]] = {}
-    failed = []
-    contest = contestants(family, one, options)
-    while (entry := next(contest, None)) is not None:
-        name, call = entry
-        try:
-            rounds[name] = clock.prepare(call, sets)
-        except Exception as error:
-            failed.append(f"{name} of {family.name} {tokens}: {_words(error)}")
-    times: dict[str, list[float]] = {name: [] for name in rounds}
-    for index in range(options.rounds + 2):
-        names = list(rounds)
-        turn = index % len(names) if names else 0
-        for name in names[turn:] + names[:turn]:
-            took = rounds[name]()
-            if index >= 2:
-                times[name].append(took)
+    raced = race(((name, call, sets) for name, call in contestants(family, one, options)), clock, options.rounds)
+    failed = [f"{name} of {family.name} {tokens}: {_words(error)}" for name, error in raced.failed.items()]
+    times = raced.times
     cell: Found = {"family": family.name, "op": family.op, "tokens": tokens, "sets": len(sets), "failed": failed}
-    cell["times"] = {name: Timing.of(values).to_dict() for name, values in times.items()}
+    cell["times"] = {name: raced.timing(name).to_dict() for name in times}
     cell["gains"] = {
         name: Timing.of([theirs / ours for theirs, ours in zip(times[name], times["fused"], strict=True)]).to_dict()
         for name in OTHERS

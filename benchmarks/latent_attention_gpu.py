@@ -77,7 +77,7 @@ def measure(options: argparse.Namespace, found: dict[str, Any], until: float) ->
     """Fill `found` with what was measured before the clock shows `until`."""
     import torch
 
-    from irframework.cli.benchmarking import clock_for, copy_bandwidth
+    from irframework.cli.benchmarking import clock_for, copy_bandwidth, race
 
     clock = clock_for(options.device)
     found["copy"] = copy_bandwidth(options.device, clock)
@@ -88,13 +88,13 @@ def measure(options: argparse.Namespace, found: dict[str, Any], until: float) ->
             continue
         moved = sequences * context * (RANK + ROPE) * dtype.itemsize
         sets = [arguments_of(sequences, context, heads, options.device, dtype) for _ in range(clock.sets_for(moved))]
-        cell: dict[str, Any] = {"heads": heads, "sequences": sequences, "context": context, "times": {}}
+        cell: dict[str, Any] = {"heads": heads, "sequences": sequences, "context": context}
         cell["floor"] = 2 * moved / found["copy"]  # a copy reads and writes
-        for name, call in contestants(context, options.tiny, heads).items():
-            try:
-                cell["times"][name] = clock.time(call, sets, options.rounds).to_dict()
-            except Exception as error:
-                found["failed"].append(f"{heads} {sequences}x{context} {name}: {type(error).__name__}: {error}"[:200])
+        calls = contestants(context, options.tiny, heads)
+        raced = race(((name, call, sets) for name, call in calls.items()), clock, options.rounds)
+        cell["times"] = {name: raced.timing(name).to_dict() for name in raced.times}
+        for name, error in raced.failed.items():
+            found["failed"].append(f"{heads} {sequences}x{context} {name}: {type(error).__name__}: {error}"[:200])
         found["cells"].append(cell)
         print(line(cell), flush=True)
         del sets

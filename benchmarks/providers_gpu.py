@@ -170,7 +170,7 @@ def compile_part(options: argparse.Namespace) -> None:
 def measure_grid(options: argparse.Namespace, found: dict[str, Any], until: float) -> None:
     """Fill `found` with what was measured before the clock shows `until`."""
     import irframework as ir
-    from irframework.cli.benchmarking import GraphClock, clock_for, copy_bandwidth, moved_bytes
+    from irframework.cli.benchmarking import GraphClock, clock_for, copy_bandwidth, moved_bytes, race
 
     clock = clock_for(options.device)
     found["copy"] = copy_bandwidth(options.device, clock)
@@ -188,13 +188,12 @@ def measure_grid(options: argparse.Namespace, found: dict[str, Any], until: floa
         moved = moved_bytes(bare, getattr(ir.ops, point.op).native(*bare))
         sets = [arguments_of(point, options.device) for _ in range(clock.sets_for(moved))]
         cell: dict[str, Any] = {"op": point.op, "rows": point.rows, "columns": point.columns}
-        cell |= {"floor": moved / found["copy"], "times": {}, "warm": {}}
-        for name, call in contestants(point, options):
-            try:
-                cell["times"][name] = clock.time(call, sets, options.rounds).to_dict()
-                if point.rows <= SMALL and name in OURS:
-                    cell["warm"][name] = clock.time(call, sets, options.rounds, cold=False).to_dict()
-            except Exception as error:
+        cell["floor"] = moved / found["copy"]
+        entries = [(name, call, sets) for name, call in contestants(point, options)]
+        for part, names, cold in (("times", None, True), ("warm", OURS if point.rows <= SMALL else (), False)):
+            raced = race((e for e in entries if names is None or e[0] in names), clock, options.rounds, cold)
+            cell[part] = {name: raced.timing(name).to_dict() for name in raced.times}
+            for name, error in raced.failed.items():
                 first = str(error).splitlines()[0][:200] if str(error) else ""
                 found["failed"].append(
                     f"{name} {point.op} {point.rows}x{point.columns}: {type(error).__name__}: {first}"

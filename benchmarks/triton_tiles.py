@@ -51,6 +51,7 @@ OPS: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "rms_norm_quant_nvfp4": ("rms_norm_quant_nvfp4", (), "norm"),
     "fused_add_rms_norm_quant_nvfp4": ("fused_add_rms_norm_quant_nvfp4", (), "add_norm"),
 }
+LOOPS = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16))  # elements of a row at a time, and warps
 LARGE = 2048  # rows from which on the floor counts; below, an empty kernel
 
 
@@ -60,7 +61,7 @@ def tiles_for(kind: str, columns: int) -> dict[str, Any]:
 
     make, power_of_two = choice.Tile, choice.power_of_two
     if kind == "elements":
-        sizes = itertools.product((512, 1024, 2048, 4096), (4, 8))
+        sizes = itertools.product((256, 512, 1024, 2048, 4096), (2, 4, 8))
         tiles = [make(1, block, True, warps) for block, warps in sizes if 4 <= block // (32 * warps) <= 32]
         tiles = [*tiles, *(replace(tile, early=True) for tile in tiles)]
     else:
@@ -74,7 +75,7 @@ def tiles_for(kind: str, columns: int) -> dict[str, Any]:
             for (first, second), warps in itertools.product(parts, (4, 8, 16, 32))
             if first // (32 * warps) in (8, 16, 32) and (not second or second >= 64 * warps)
         ]
-        loops = [make(1, first, False, warps) for first, warps in ((1024, 4), (2048, 4), (2048, 8)) if first < columns]
+        loops = [make(1, first, False, warps) for first, warps in LOOPS if first < columns]
         stay = [replace(usual, resident=programs) for programs in (1, 2, 3, 4)]
         tiles = [*tiles, *(replace(tile, early=True) for tile in (*tiles, usual)), *loops, *stay]
     return {"usual": None, **{label(tile): tile for tile in tiles}}
@@ -137,7 +138,7 @@ def compile_part(options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace, found: dict[str, Any], until: float) -> None:
     """Fill `found` with what was measured before the clock shows `until`."""
-    from irframework.cli.benchmarking import GraphClock, clock_for, copy_bandwidth
+    from irframework.cli.benchmarking import GraphClock, clock_for, copy_bandwidth, race
 
     clock = clock_for(options.device)
     found["copy"] = copy_bandwidth(options.device, clock)
@@ -149,13 +150,12 @@ def measure(options: argparse.Namespace, found: dict[str, Any], until: float) ->
         bytes_moved = moved(name, arguments_of(name, rows, columns, "meta"))
         sets = [arguments_of(name, rows, columns, options.device) for _ in range(clock.sets_for(bytes_moved))]
         cell: dict[str, Any] = {"op": name, "rows": rows, "columns": columns, "floor": bytes_moved / found["copy"]}
-        cell["times"] = {}
-        for words, tile in tiles_for(OPS[name][2], columns).items():
-            try:
-                cell["times"][words] = clock.time(launcher(name, tile), sets, options.rounds).median
-            except Exception as error:
-                first = str(error).splitlines()[0][:150] if str(error) else ""
-                found["failed"].append(f"{name} {rows}x{columns} {words}: {type(error).__name__}: {first}")
+        tiles = tiles_for(OPS[name][2], columns)
+        raced = race(((words, launcher(name, tile), sets) for words, tile in tiles.items()), clock, options.rounds)
+        cell["times"] = {words: raced.timing(words).median for words in raced.times}
+        for words, error in raced.failed.items():
+            first = str(error).splitlines()[0][:150] if str(error) else ""
+            found["failed"].append(f"{name} {rows}x{columns} {words}: {type(error).__name__}: {first}")
         found["cells"].append(cell)
         if options.verbose:
             best = sorted(cell["times"].items(), key=lambda item: item[1])[:4]

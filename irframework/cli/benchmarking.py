@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,23 @@ class Timing:
     def to_dict(self) -> dict[str, float]:
         """The timing as plain JSON types."""
         return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What `race` measured.
+
+    Attributes:
+        times: Microseconds of one call in each round, by name: those of a round were measured side by side.
+        failed: What else was raised.
+    """
+
+    times: dict[str, list[float]]
+    failed: dict[str, Exception]
+
+    def timing(self, name: str) -> Timing:
+        """The timing of one of `times`."""
+        return Timing.of(self.times[name])
 
 
 class Clock(Protocol):
@@ -129,18 +147,18 @@ class GraphClock:
         return Timing.of([once() for _ in range(rounds + 2)][2:])
 
     def prepare(self, call: Call, sets: Sequence[Arguments], cold: bool = True) -> Callable[[], float]:
-        """See `Clock.prepare`. Results stay; memory that calls need in between is shared by all graphs."""
+        """See `Clock.prepare`. The memory of results is shared by all graphs, as they are replayed one at a time."""
         self.synchronize()  # the arguments were made in another stream
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream), torch.no_grad():
             for arguments in (*sets[:1], *sets[:3]):  # compiles, tunes, loads
                 call(*arguments)
             self._stream.synchronize()
             try:
-                captured = self._capture(lambda: [call(*arguments) for arguments in sets])
+                graph, _ = self._capture(lambda: [call(*arguments) for arguments in sets])
             except Exception:
                 self._begin()
                 raise
-        return lambda: self._replay(captured[0], cold) / len(sets)
+        return lambda: self._replay(graph, cold) / len(sets)
 
     def empty_kernel(self, calls: int = 64, rounds: int = 15, cold: bool = True) -> Timing:
         """What a kernel of one thread costs that does nothing, inside a graph of `calls` of them."""
@@ -163,7 +181,7 @@ class GraphClock:
         return float(start.elapsed_time(end)) * 1e3
 
     def _capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
-        """The graph, and what `run` returned: it must live as long.
+        """The graph, and what `run` returned, whose memory stays in the pool.
 
         Not by `torch.cuda.graph`, which gives all cached memory back each time.
         """
@@ -247,6 +265,42 @@ def copy_bandwidth(device: str, clock: Clock) -> float:
         end.synchronize()
         times.append(float(start.elapsed_time(end)) * 1e3)
     return moved / Timing.of(times[5:]).median
+
+
+def race(
+    entries: Iterable[tuple[str, Call, Sequence[Arguments]]], clock: Clock, rounds: int = 15, cold: bool = True
+) -> Race:
+    """Times calls that take turns, in an order of chance that is another one in each round.
+
+    One after the other they could not be compared: whoever comes first after a pause finds a GPU at a lower clock, and
+    one that draws much power leaves the next one less of it.
+
+    Args:
+        entries: Each call's name, the call, and its sets of arguments; as for `Clock.prepare`, in this order.
+        clock: Of the device.
+        rounds: How often each is measured.
+        cold: Whether other memory passes through the cache before each measurement.
+    """
+    ready: dict[str, Callable[[], float]] = {}
+    result = Race({}, {})
+    for name, call, sets in entries:
+        try:
+            ready[name] = clock.prepare(call, sets, cold)
+        except Exception as error:  # one that fails must not take the others with it
+            result.failed[name] = error
+    result.times.update({name: [] for name in ready})
+    chance = random.Random(0)
+    for index in range(rounds + 2):
+        for name in chance.sample(list(ready), len(ready)):
+            try:
+                took = ready[name]()
+            except Exception as error:
+                result.failed[name] = error
+                del ready[name], result.times[name]
+                continue
+            if index >= 2:
+                result.times[name].append(took)
+    return result
 
 
 def host_times(

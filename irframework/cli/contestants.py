@@ -7,7 +7,7 @@ measuring itself is `benchmarking.py`'s.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from irframework.cli.benchmarking import (
     copy_bandwidth,
     host_times,
     moved_bytes,
+    race,
 )
 from irframework.dispatch import why_never
 from irframework.errors import (
@@ -207,24 +208,36 @@ def _measure_call(
     named = str(dtype).removeprefix("torch.")
     sample = _sample(op, shape, dtype, device)
     moved = moved_bytes(sample, _native_results(op, sample, shape, named))
-    count = clock.sets_for(moved)
+    shared = [_sample(op, shape, dtype, device) for _ in range(clock.sets_for(moved))]
+    reasons = {name: _why_left_out(op, name, sample, device) for name in asked}
+    calls: dict[str, Call] = {}
+
+    def entries() -> Iterator[tuple[str, Call, Sequence[Arguments]]]:
+        for name in (name for name in asked if reasons[name] is None):
+            calls[name] = _call_of(op, name)
+            # New sets for one that works in place: it must not leave its results to the others.
+            in_place = name != INDUCTOR and op.impls[name].inplace
+            yield name, calls[name], [_sample(op, shape, dtype, device) for _ in shared] if in_place else shared
+
+    raced = race(entries(), clock, rounds)
     for name in asked:
-        reason = _why_left_out(op, name, sample, device)
-        failed = reason is None
-        if failed:
+        reason, failed = reasons[name], name in raced.failed
+        if name in raced.times:
             try:
-                call = _call_of(op, name)
-                # New sets for each: one that works in place must not leave its results to the next.
-                sets = [_sample(op, shape, dtype, device) for _ in range(count)]
-                timing = clock.time(call, sets, rounds)
-                del sets
-                host, direct = _host(op, name, call, _one_row(op, shape, dtype, device), clock)
+                timing = raced.timing(name)
+                host, direct = _host(op, name, calls[name], _one_row(op, shape, dtype, device), clock)
                 share = moved / timing.median / result.copy
                 result.lines.append(Line(shape, named, name, moved, timing, share, host, direct))
                 continue
             except Exception as error:  # one that fails must not take the others with it
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                reason, failed = _words(error), True
+        elif failed:
+            reason = _words(raced.failed[name])
         result.left_out.append(LeftOut(shape, named, name, reason or "", failed))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _sample(op: IrOp, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Arguments:

@@ -113,6 +113,29 @@ def test_the_clock_gives_each_set_to_the_call_and_cools_the_cache() -> None:
     assert 0 < timing.low <= timing.median <= timing.high
 
 
+def test_who_is_compared_takes_turns_in_an_order_of_chance_and_one_that_fails_stops_no_other() -> None:
+    calls: list[str] = []
+
+    def called(name: str, times: int = 1000) -> Callable[[int], None]:
+        def call(number: int) -> None:
+            if calls.count(name) >= times:
+                raise RuntimeError(name)
+            calls.append(name)
+
+        return call
+
+    names = ("a", "b", "c", "never", "twice")
+    often = {"never": 0, "twice": 2}
+    entries = [(name, called(name, often.get(name, 1000)), [(0,)]) for name in names]
+    raced = benchmarking.race(entries, benchmarking.WallClock("cpu"), rounds=20, cold=False)
+    assert {name: str(error) for name, error in raced.failed.items()} == {"never": "never", "twice": "twice"}
+    assert {name: len(times) for name, times in raced.times.items()} == dict.fromkeys("abc", 20)
+    assert raced.timing("a").low > 0
+    rounds = [tuple(calls[start : start + 3]) for start in range(len(calls) - 60, len(calls), 3)]
+    assert all(set(each) == set("abc") for each in rounds)
+    assert len(set(rounds)) > 3
+
+
 def test_bytes_of_an_expanded_tensor_count_once() -> None:
     x = torch.zeros(4, 8)
     assert benchmarking.moved_bytes((x, None, 1e-6), (x,)) == 2 * 4 * 8 * 4
