@@ -189,9 +189,10 @@ def measure_grid(options: argparse.Namespace, found: dict[str, Any], until: floa
         sets = [arguments_of(point, options.device) for _ in range(clock.sets_for(moved))]
         cell: dict[str, Any] = {"op": point.op, "rows": point.rows, "columns": point.columns}
         cell["floor"] = moved / found["copy"]
-        entries = [(name, call, sets) for name, call in contestants(point, options)]
-        for part, names, cold in (("times", None, True), ("warm", OURS if point.rows <= SMALL else (), False)):
-            raced = race((e for e in entries if names is None or e[0] in names), clock, options.rounds, cold)
+        all_of_them = [(name, call, sets) for name, call in contestants(point, options)]
+        ours = [entry for entry in all_of_them if entry[0] in OURS and point.rows <= SMALL]
+        for part, entries, cold in (("times", all_of_them, True), ("warm", ours, False)):
+            raced = race(entries, clock, options.rounds, cold)
             cell[part] = {name: raced.timing(name).to_dict() for name in raced.times}
             for name, error in raced.failed.items():
                 first = str(error).splitlines()[0][:200] if str(error) else ""
