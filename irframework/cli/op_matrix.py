@@ -23,7 +23,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "cache": ("kv_cache",),
     "encoder": ("encoder_attention",),
     "quantisation": ("quantization", "block_quantization", "fused_quantization", "fused_block_quantization"),
-    "linear, embedding and logits": ("projection",),
+    "linear, embedding and logits": ("projection", "scaled_projection", "fused_projection"),
     "MoE": ("mixture_of_experts",),
     "Mamba": ("state_space", "state_space_dual", "causal_convolution"),
     "convolution": ("convolution",),

@@ -34,6 +34,7 @@ from irframework.compiler.values import ValueTable
 from irframework.torch_ops import op_of
 
 _WAYS = 48  # that a candidate's tensors are tried in
+_DIVIDING = frozenset({"irframework::all_gather", "irframework::reduce_scatter"})
 
 
 def worth_a_look(graph: Graph) -> bool:
@@ -339,10 +340,14 @@ def _fakes(match: Match) -> tuple[torch.Tensor, ...]:
 
 
 def _in_order(present: set[str]) -> list[Skeleton]:
-    """All definitions that a graph with these ingredients can contain, the largest first, then by name."""
+    """All definitions that a graph with these ingredients can contain, the largest first, then by name.
+
+    Those that divide tokens over processes come before all others: what is sent behind a product, or in front of one,
+    takes longer than what any other op saves there.
+    """
     found = [skeleton for op in looked_for() for skeleton in skeletons_of(op, present)]
     found = [skeleton for skeleton in found if skeleton.targets <= present]
-    return sorted(found, key=lambda skeleton: (-skeleton.size, skeleton.op.name))
+    return sorted(found, key=lambda each: (each.targets.isdisjoint(_DIVIDING), -each.size, each.op.name))
 
 
 def _sort(graph: Graph) -> None:

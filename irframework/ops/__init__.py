@@ -45,6 +45,7 @@ from irframework.ops.fused_collectives import (
     linear_reduce_scatter,
 )
 from irframework.ops.fused_latent_attention import mla_attention_group_quant_fp8
+from irframework.ops.fused_projection import linear_silu_and_mul, scaled_linear_silu_and_mul_static_quant_fp8
 from irframework.ops.fused_quantization import (
     fused_add_rms_norm_dynamic_quant_fp8,
     fused_add_rms_norm_static_quant_fp8,
@@ -74,6 +75,7 @@ from irframework.ops.projection import linear, logits, vocab_parallel_embedding
 from irframework.ops.quantization import dynamic_quant_fp8, static_quant_fp8, tensor_quant_fp8
 from irframework.ops.rotary import rotary_embedding
 from irframework.ops.rotate_half import apply_rotary_pos_emb
+from irframework.ops.scaled_projection import scaled_linear
 from irframework.ops.softmax_attention import attention
 from irframework.ops.state_space import selective_scan, selective_state_update
 from irframework.ops.state_space_dual import mamba2_chunk_scan
@@ -126,6 +128,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_reduce_scatter",
+    "linear_silu_and_mul",
     "logits",
     "mamba2_chunk_scan",
     "mixer2_gated_rms_norm",
@@ -151,6 +154,8 @@ __all__ = [
     "rms_norm_static_quant_fp8",
     "rotary_embedding",
     "rotary_embedding_reshape_and_cache",
+    "scaled_linear",
+    "scaled_linear_silu_and_mul_static_quant_fp8",
     "selective_scan",
     "selective_state_update",
     "short_conv",

@@ -5,6 +5,7 @@ import torch
 from fusion_support import W, X, Y, body_of, calls_of, fused_in, searched, traced
 from torch import Tensor, tanh
 
+import irframework as ir
 from irframework.compiler import candidates, fusion
 from irframework.compiler.definitions import Definitions
 
@@ -280,6 +281,17 @@ def test_the_largest_is_looked_for_first(fused, order):
 
     ops = {body: fused(body) for body in ((a_first, b_larger) if order == 0 else (b_larger, a_first))}
     assert searched(b_larger, X, Y).fusions == {ops[b_larger].name: 1}
+
+
+def test_what_divides_tokens_over_processes_is_looked_for_before_what_is_larger(fused):
+    def gathers(x: Tensor, y: Tensor) -> Tensor:
+        return ir.ops.all_gather(x, "", 1) * y
+
+    def larger(x: Tensor, y: Tensor) -> Tensor:
+        return (tanh(x * y) + y).sin()
+
+    ops = {body: fused(body) for body in (gathers, larger)}
+    assert searched(lambda x, y: (tanh(gathers(x, y)) + y).sin(), X, Y).fusions == {ops[gathers].name: 1}
 
 
 def test_an_op_that_only_converts_is_not_looked_for(fused):

@@ -137,6 +137,25 @@ def test_a_quantised_norm_of_a_sum_is_one_op_although_the_quantised_norm_is_one_
     assert made.report.fusions == {name: 1}
 
 
+def test_a_product_that_gathers_its_tokens_comes_before_one_with_a_gate(provider, configured):
+    """It hides what is sent. Where nobody has such a product, the gate is fused with it."""
+    names = ("all_gather_linear", "linear_silu_and_mul")
+    configured(disable_fusions=[each for each in ir.ops.__all__ if getattr(ir.ops, each).fuse and each not in names])
+    for each in names:
+        provider(each)
+    weight = torch.randn(2 * HIDDEN, HIDDEN)
+    found = {}
+    with group_without_processes(2) as group:
+
+        def program(x):
+            return ir.ops.silu_and_mul(ir.ops.linear(ir.ops.all_gather(x, group, 2), weight))
+
+        for first in ("stand_in", "native"):
+            with ir.priority({names[0]: first, names[1]: "stand_in"}):
+                found[first] = made_of(program, torch.randn(4, HIDDEN)).report.fusions
+    assert found == {"stand_in": {"all_gather_linear": 1}, "native": {"linear_silu_and_mul": 1}}
+
+
 def test_a_sum_that_somebody_else_reads_is_not_hidden_in_a_fused_op(provider, fusing):
     fusing()
     provider("all_reduce_fused_add_rms_norm")
