@@ -261,7 +261,7 @@ def run_one(shape: Shape, case: Case, kind: str, options: argparse.Namespace) ->
 
 def providers(device: str) -> str:
     """Who runs the ops of the model, for people."""
-    names = ("fused_add_rms_norm", "silu_and_mul", "rotary_embedding_reshape_and_cache", "dynamic_quant_fp8")
+    names = ("fused_add_rms_norm", "linear_silu_and_mul", "rotary_embedding_reshape_and_cache", "dynamic_quant_fp8")
     chosen = {}
     for name in names:
         op = getattr(ir.ops, name)

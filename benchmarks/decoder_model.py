@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from decoder_ops import FP8, Ops
+from decoder_ops import FP8, Ops, scaled_product
 from torch import Tensor
 
 import irframework as ir
@@ -169,10 +169,7 @@ def product(x: Quantised, linear: Linear) -> Tensor:
     values, scale = x
     if linear.scale is None or scale is None:
         return F.linear(values, linear.weight)
-    result: Tensor = torch._scaled_mm(
-        values, linear.weight.t(), scale, linear.scale, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return result
+    return scaled_product(values, linear.weight, scale, linear.scale)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, shape: Shape, case: Case) -> Tensor:
@@ -217,13 +214,15 @@ def make_layer(shape: Shape, case: Case, kind: str, ops: Ops) -> Callable[..., t
             return q, scale
         return x, None
 
-    def gated(x: Tensor, after: Linear) -> Quantised:
+    def gated_product(x: Quantised, linear: Linear, after: Linear) -> Quantised:
+        values, scale = x
+        if kind == "bf16":
+            return ops.product_silu(values, linear.weight), None
+        scaled = (values, linear.weight, scale, linear.scale)
         if kind == "fp8":
-            return ops.silu_static(x, after.input_scale), after.input_scale
-        if kind == "fp8_dynamic":
-            q, scale = ops.silu_dynamic(x)
-            return q, scale
-        return ops.silu(x), None
+            return ops.product_silu_static(*scaled, after.input_scale), after.input_scale
+        q, found = ops.product_silu_dynamic(*scaled)
+        return q, found
 
     def layer(x: Tensor, residual: Tensor, weights: Layer, step: Step) -> tuple[Tensor, ...]:
         normed, residual = add_norm(x, residual, weights.attention_norm, weights.qkv)
@@ -235,7 +234,7 @@ def make_layer(shape: Shape, case: Case, kind: str, ops: Ops) -> Callable[..., t
         attended = attend(query, *seen, shape, case)
         x = product(quantised(attended, weights.out), weights.out)
         normed, residual = add_norm(x, residual, weights.mlp_norm, weights.gate_up)
-        x = product(gated(product(normed, weights.gate_up), weights.down), weights.down)
+        x = product(gated_product(normed, weights.gate_up, weights.down), weights.down)
         return x, residual, keys, values
 
     return layer

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import irframework as ir
@@ -25,10 +26,34 @@ class Ops:
     add_norm_dynamic: Callable[..., Any]
     quant_static: Callable[..., Any]
     quant_dynamic: Callable[..., Any]
-    silu: Callable[..., Any]
-    silu_static: Callable[..., Any]
-    silu_dynamic: Callable[..., Any]
+    product_silu: Callable[..., Any]
+    product_silu_static: Callable[..., Any]
+    product_silu_dynamic: Callable[..., Any]
     rotary_and_cache: Callable[..., Any]
+
+
+def scaled_product(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+    """Codes [tokens, in] times a matrix of codes [out, in], in bfloat16."""
+    result: Tensor = torch._scaled_mm(
+        x, weight.t(), x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return result
+
+
+def behind_products(
+    silu: Callable[..., Any], static: Callable[..., Any], dynamic: Callable[..., Any]
+) -> tuple[Callable[..., Any], ...]:
+    """The last of the ops of a set that calls torch's products, and gates that end in values or codes behind them."""
+
+    def product_silu_static(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, scale: Tensor) -> Tensor:
+        codes: Tensor = static(scaled_product(x, weight, x_scale, weight_scale), scale)
+        return codes
+
+    return (
+        lambda x, weight: silu(F.linear(x, weight)),
+        product_silu_static,
+        lambda *scaled: dynamic(scaled_product(*scaled)),
+    )
 
 
 def write_in_place(
@@ -56,9 +81,11 @@ def native_ops() -> Ops:
         ir.ops.fused_add_rms_norm_dynamic_quant_fp8.native,
         ir.ops.static_quant_fp8.native,
         ir.ops.dynamic_quant_fp8.native,
-        ir.ops.silu_and_mul.native,
-        ir.ops.silu_and_mul_static_quant_fp8.native,
-        ir.ops.silu_and_mul_dynamic_quant_fp8.native,
+        *behind_products(
+            ir.ops.silu_and_mul.native,
+            ir.ops.silu_and_mul_static_quant_fp8.native,
+            ir.ops.silu_and_mul_dynamic_quant_fp8.native,
+        ),
         write_in_place,
     )
 
@@ -70,9 +97,9 @@ def ir_ops() -> Ops:
         ir.ops.fused_add_rms_norm_dynamic_quant_fp8.maybe_inplace,
         ir.ops.static_quant_fp8,
         ir.ops.dynamic_quant_fp8,
-        ir.ops.silu_and_mul,
-        ir.ops.silu_and_mul_static_quant_fp8,
-        ir.ops.silu_and_mul_dynamic_quant_fp8,
+        ir.ops.linear_silu_and_mul,
+        ir.ops.scaled_linear_silu_and_mul_static_quant_fp8,
+        lambda *scaled: ir.ops.silu_and_mul_dynamic_quant_fp8(scaled_product(*scaled)),
         ir.ops.rotary_embedding_reshape_and_cache.maybe_inplace,
     )
 
@@ -110,9 +137,7 @@ def part_ops() -> Ops:
         add_norm_dynamic,
         static,
         dynamic,
-        silu,
-        lambda x, scale: static(silu(x), scale),
-        lambda x: dynamic(silu(x)),
+        *behind_products(silu, lambda x, scale: static(silu(x), scale), lambda x: dynamic(silu(x))),
         rotary_and_cache,
     )
 
@@ -162,8 +187,10 @@ def moving_ops() -> Ops:
         add_norm_dynamic,
         lambda x, scale: converted(x),
         lambda x: (converted(x), ones(x.shape[0], x.device)),
-        lambda x: gated(x, x.dtype),
-        lambda x, scale: gated(x, FP8),
-        lambda x: (gated(x, FP8), ones(x.shape[0], x.device)),
+        *behind_products(
+            lambda x: gated(x, x.dtype),
+            lambda x, scale: gated(x, FP8),
+            lambda x: (gated(x, FP8), ones(x.shape[0], x.device)),
+        ),
         rotary_and_cache,
     )

@@ -1,8 +1,8 @@
 """Owns which calls the kernels of the first families take, the functions that are registered for them, and how.
 
 Further ones are in `activations`, `decoding`, `fused_quantizations`, `gemma_norms`, `latent_decoding`, `normed_rotary`,
-`nvfp4`, `quantizations`, `routing`, `sums` and `written_out`. The kernels, and with them Triton, are imported at the
-first call.
+`nvfp4`, `products`, `quantizations`, `routing`, `sums` and `written_out`. The kernels, and with them Triton, are
+imported at the first call.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from irframework_triton_kernels import (
     latent_decoding,
     normed_rotary,
     nvfp4,
+    products,
     quantizations,
     routing,
     sums,
@@ -374,5 +375,7 @@ def register(provider: str) -> None:
     routing.register(add)
     decoding.register(add)
     latent_decoding.register(add)
+    products.register(add)
     normed_rotary.register(add, heads_fit, caches_fit)
     sums.register(add)
+    products.register(add)
