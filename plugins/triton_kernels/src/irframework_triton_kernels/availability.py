@@ -15,3 +15,21 @@ def triton_runs() -> bool | ir.Rejected:
     if version.cuda is None and version.hip is None and getattr(version, "xpu", None) is None:
         return ir.reject(f"torch {torch.__version__} is built for the CPU only; Triton needs CUDA, ROCm or XPU")
     return True
+
+
+def fp8_products_run() -> bool | ir.Rejected:
+    """Whether Triton runs, on devices that read codes of float8_e4m3fn; the reason when not."""
+    runs = triton_runs()
+    if runs is not True:
+        return runs
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ir.reject("no Intel GPU is known to multiply codes of float8_e4m3fn")
+    for index in range(torch.cuda.device_count()):
+        if torch.version.hip is not None:
+            name = torch.cuda.get_device_properties(index).gcnArchName
+            if not name.startswith("gfx950"):
+                return ir.reject(f"cuda:{index} is {name}; codes of float8_e4m3fn are multiplied from gfx950 on")
+        elif torch.cuda.get_device_capability(index) < (8, 9):
+            major, minor = torch.cuda.get_device_capability(index)
+            return ir.reject(f"cuda:{index} has compute capability {major}.{minor}; codes are multiplied from 8.9 on")
+    return True

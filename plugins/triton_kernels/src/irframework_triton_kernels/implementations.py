@@ -303,11 +303,12 @@ def register(provider: str) -> None:
         overwrites: bool = False,
         batch_invariant: bool = True,
         compiled_where: Callable[..., Any] | None = None,
+        supported: Callable[[], Any] = triton_runs,
     ) -> None:
         op: ir.IrOp = getattr(ir.ops, fn.__name__)
         op.register_impl(
             provider,
-            supported=triton_runs,
+            supported=supported,
             supports_args=conditions,
             inplace=overwrites or inplace is not None,
             functional=fn if inplace else None,
@@ -378,4 +379,3 @@ def register(provider: str) -> None:
     products.register(add)
     normed_rotary.register(add, heads_fit, caches_fit)
     sums.register(add)
-    products.register(add)

@@ -8,7 +8,7 @@ The numbers are the best of what `benchmarks/triton_tiles.py` measured on an H20
 5120 and 8192, one to 32768 of them; between near equals, those that need the fewest rules.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 # Elements of a row that are kept in registers at most: 32 for each thread of 16 warps.
@@ -73,7 +73,6 @@ class Tile:
             That gains 0.6 us behind kernels that say when the next may be loaded, and costs 0.2 us and more behind
             those that do not, which matrix products are.
         stages: Stages that loads in a loop are spread over; 0: as many as Triton takes by itself.
-        columns: Columns of the gate of a product, and as many of what it multiplies, side by side.
     """
 
     rows: int
@@ -84,7 +83,6 @@ class Tile:
     resident: int = 0
     early: bool = False
     stages: int = 0
-    columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,30 +257,6 @@ def latent_programs(tile: Tile, multiprocessors: int) -> int:
 def shares_tile(size: int) -> Tile:
     """Tile for adding up what shares of the keys give for one head of `size` elements, padded to a power of two."""
     return Tile(1, size, True, 8 if size > 256 else 4)
-
-
-# One row: each program reads two rows of the matrix. The best of those measured on an H200 in bfloat16.
-ONE_ROW_TILE = Tile(1, 2048, False, 4, stages=1, columns=1)
-
-
-@cache
-def product_tile(rows: int, element: int, shared_memory: int) -> Tile:
-    """Tile for a gated product of at most `FEW_ROWS` rows: `block` elements of a row and of the matrix at a time.
-
-    Args:
-        rows: How many there are; a program has all of them.
-        element: Bytes of one element.
-        shared_memory: Bytes that a program can have of it at most.
-    """
-    if rows == 1:
-        return ONE_ROW_TILE
-    return _staged(Tile(max(16, power_of_two(rows)), 64, False, 4, stages=4, columns=64), element, shared_memory)
-
-
-def _staged(tile: Tile, element: int, shared_memory: int) -> Tile:
-    """The tile, with as many stages as fit into shared memory."""
-    stage = (tile.rows + 2 * tile.columns) * tile.block * element
-    return replace(tile, stages=max(1, min(tile.stages, shared_memory // stage)))
 
 
 def heads_tile(half: int, heads: int) -> Tile:

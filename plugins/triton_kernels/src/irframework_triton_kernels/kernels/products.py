@@ -2,39 +2,66 @@
 """Products of few rows with a matrix, and the gate behind them: what is read is the matrix, once.
 
 Its rows are those of the gate, `hidden` of them, then those of what the gate multiplies. A program has some of both, so
-that it can gate what it has summed up. Sums are in float32; a product is rounded as the op `linear` rounds it.
+that it can gate what it has summed up. Sums are in float32; a product is rounded as the op `linear` rounds it. Of codes
+(`coded`) both have one scale each, the product is in bfloat16, and what is stored are codes under a third scale.
 """
 
 import triton
 import triton.language as tl
 
+from irframework_triton_kernels.kernels.codes import codes_of
 from irframework_triton_kernels.kernels.gated import SILU, activated
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
 @triton.jit
-def gated_product(gate, up, dtype: tl.constexpr):
-    """`silu(gate) * up` of float32 sums, rounded to a dtype as product, SiLU and what it multiplies are, in float32."""
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return (activated(gate, SILU).to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
+def store_gated(
+    at, gates, ups, mask, x_scale, weight_scale, code_scale, y, coded: tl.constexpr, hardware: tl.constexpr
+):
+    """Stores `silu(gates) * ups` of float32 sums, rounded as product, SiLU and what it multiplies are; or codes."""
+    dtype: tl.constexpr = tl.bfloat16 if coded else y.dtype.element_ty
+    if coded:
+        scale = tl.load(x_scale) * tl.load(weight_scale)
+        gates, ups = gates * scale, ups * scale
+    gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
+    h = (activated(gates, SILU).to(dtype).to(tl.float32) * ups).to(dtype)
+    if coded:
+        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
+        tl.store(at, codes_of(h.to(tl.float32), inverse, hardware), mask=mask)
+    else:
+        tl.store(at, h, mask=mask)
+
+
+@triton.jit
+def block_start(index, blocks, block: tl.constexpr, turn: tl.constexpr):
+    """Where a block of a row begins; each program begins `turn` blocks behind the one before, and goes around."""
+    if turn:
+        index = (index + tl.program_id(0) * turn) % blocks
+    return index * block
 
 
 @triton.jit(do_not_specialize=["rows"])
 def row_product_kernel(
     x,
     weight,
+    x_scale,
+    weight_scale,
+    code_scale,
     y,
     rows,
     length,
     hidden,
+    coded: tl.constexpr,
+    hardware: tl.constexpr,
     tile_columns: tl.constexpr,
     block: tl.constexpr,
-    whole: tl.constexpr,
+    turn: tl.constexpr,
+    divided: tl.constexpr,
     early: tl.constexpr,
 ):
     """Some columns of the gated product of the only row: all is read once, so nothing is gained by matrix units.
 
-    Each element of a tile has a sum of its own, which are added up at the end. `whole`: tiles divide both sizes.
+    Each element of a tile has a sum of its own, which are added up at the end. `divided`: into whole tiles.
     """
     if early:
         after_predecessor()
@@ -42,12 +69,13 @@ def row_product_kernel(
     within = tl.arange(0, block)[None, :]
     live = column < hidden
     weight += column * length
-    behind = hidden * tl.cast(length, tl.int64)
+    behind = tl.cast(hidden, tl.int64) * length
     gates = tl.zeros((tile_columns, block), tl.float32)
     ups = tl.zeros((tile_columns, block), tl.float32)
-    for start in range(0, length, block):
-        at = start + within
-        if whole:
+    blocks = tl.cdiv(length, block)
+    for index in range(0, blocks):
+        at = block_start(index, blocks, block, turn) + within
+        if divided:
             values = tl.load(x + at).to(tl.float32)
             gates += tl.load(weight + at).to(tl.float32) * values
             ups += tl.load(weight + behind + at).to(tl.float32) * values
@@ -56,40 +84,47 @@ def row_product_kernel(
             values = tl.load(x + at, mask=at < length, other=0.0).to(tl.float32)
             gates += tl.load(weight + at, mask=mask, other=0.0).to(tl.float32) * values
             ups += tl.load(weight + behind + at, mask=mask, other=0.0).to(tl.float32) * values
-    dtype: tl.constexpr = y.dtype.element_ty
-    h = gated_product(tl.sum(gates, 1)[:, None], tl.sum(ups, 1)[:, None], dtype)
-    tl.store(y + column, h.to(dtype), mask=live)
+    gate, up = tl.sum(gates, 1)[:, None], tl.sum(ups, 1)[:, None]
+    store_gated(y + column, gate, up, live, x_scale, weight_scale, code_scale, y, coded, hardware)
 
 
-@triton.jit
-def summed_products(
+@triton.jit(do_not_specialize=["rows"])
+def rows_product_kernel(
     x,
     weight,
+    x_scale,
+    weight_scale,
+    code_scale,
+    y,
     rows,
     x_stride,
     length,
     hidden,
+    coded: tl.constexpr,
+    hardware: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
     block: tl.constexpr,
-    whole: tl.constexpr,
+    turn: tl.constexpr,
+    divided: tl.constexpr,
+    early: tl.constexpr,
 ):
-    """Products of all rows with a program's rows of the matrix, in float32, and where they belong.
-
-    Returns sums for the gate and for what it multiplies, `[tile_rows, tile_columns]`, the number of each element in y,
-    and whether there is one. `whole`: tiles divide both sizes; rows that do not exist are read as zeros in any case.
-    """
+    """Some columns of the gated product of all rows, at most `tile_rows`; rows that do not exist are read as zeros."""
+    if early:
+        after_predecessor()
     row = tl.arange(0, tile_rows)[:, None].to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)[None, :]
     live, there = row < rows, column < hidden
     across, down = tl.arange(0, block)[None, :], tl.arange(0, block)[:, None]
     x += row * x_stride
     weight += column * length
-    behind = hidden * tl.cast(length, tl.int64)
+    behind = tl.cast(hidden, tl.int64) * length
     gates = tl.zeros((tile_rows, tile_columns), tl.float32)
     ups = tl.zeros((tile_rows, tile_columns), tl.float32)
-    for start in range(0, length, block):
-        if whole:
+    blocks = tl.cdiv(length, block)
+    for index in range(0, blocks):
+        start = block_start(index, blocks, block, turn)
+        if divided:
             values = tl.load(x + (start + across), mask=live, other=0.0)
             gate = tl.load(weight + (start + down))
             up = tl.load(weight + behind + (start + down))
@@ -100,29 +135,5 @@ def summed_products(
             up = tl.load(weight + behind + (start + down), mask=mask, other=0.0)
         gates = tl.dot(values, gate, gates)
         ups = tl.dot(values, up, ups)
-    return gates, ups, row * hidden + column, live & there
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rows_product_kernel(
-    x,
-    weight,
-    y,
-    rows,
-    x_stride,
-    length,
-    hidden,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-    block: tl.constexpr,
-    whole: tl.constexpr,
-    early: tl.constexpr,
-):
-    """Some columns of the gated product of all rows, of which there are at most `tile_rows`."""
-    if early:
-        after_predecessor()
-    gates, ups, place, mask = summed_products(
-        x, weight, rows, x_stride, length, hidden, tile_rows, tile_columns, block, whole
-    )
-    dtype: tl.constexpr = y.dtype.element_ty
-    tl.store(y + place, gated_product(gates, ups, dtype).to(dtype), mask=mask)
+    at = y + row * hidden + column
+    store_gated(at, gates, ups, live & there, x_scale, weight_scale, code_scale, y, coded, hardware)

@@ -54,7 +54,6 @@ from irframework_triton_kernels.launch.nvfp4 import (
     rms_norm_quant_nvfp4,
 )
 from irframework_triton_kernels.launch.products import linear_silu_and_mul, scaled_linear_silu_and_mul_static_quant_fp8
-from irframework_triton_kernels.launch.products import linear_silu_and_mul
 from irframework_triton_kernels.launch.rotary import qk_norm_rotary_embedding, rotary_embedding
 from irframework_triton_kernels.launch.rotate_half import apply_rotary_pos_emb
 from irframework_triton_kernels.launch.routing import fused_topk, grouped_topk
@@ -99,7 +98,6 @@ __all__ = [
     "gemma_rms_norm",
     "group_quant_fp8",
     "grouped_topk",
-    "linear_silu_and_mul",
     "linear_silu_and_mul",
     "qk_norm_rotary_embedding",
     "qk_norm_rotary_embedding_reshape_and_cache_inplace",

@@ -89,13 +89,7 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
     """
 
     def decorate(fn: F) -> F:
-        def traced(*args: Any) -> Any:
-            return fn(*args)
-
-        parameters = inspect.signature(fn)
-        without_tile = [parameter for parameter in parameters.parameters.values() if parameter.name != "tile"]
-        traced.__signature__ = parameters.replace(parameters=without_tile)  # type: ignore[attr-defined]
-        op = triton_op(f"{NAMESPACE}::{name or fn.__name__}", traced, mutates_args=mutates)
+        op = triton_op(f"{NAMESPACE}::{name or fn.__name__}", _without_tile(fn), mutates_args=mutates)
 
         @wraps(fn)
         def call(x: Tensor, *args: Any, **options: Any) -> Any:
@@ -108,12 +102,24 @@ def torch_op(name: str | None = None, mutates: tuple[str, ...] = ()) -> Callable
     return decorate
 
 
+def _without_tile(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a torch op has it: without the parameter for experiments."""
+
+    def traced(*args: Any) -> Any:
+        return fn(*args)
+
+    parameters = inspect.signature(fn)
+    kept = [parameter for parameter in parameters.parameters.values() if parameter.name != "tile"]
+    traced.__signature__ = parameters.replace(parameters=kept)  # type: ignore[attr-defined]
+    return traced
+
+
 def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     """Give a function a torch op that nobody looks into: one that overwrites what is kept between calls, or reads more.
 
     For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
     what it overwrites, the framework proves that this is not needed. And what a kernel reads of other processes is no
-    tensor of the call.
+    tensor of the call. Or one that does something else for few rows than for many, which a trace for any number cannot.
 
     Args:
         name: The op's name.
@@ -121,14 +127,15 @@ def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
     """
 
     def decorate(fn: F) -> F:
-        _library.define(f"{name}{torch.library.infer_schema(fn, mutates_args=mutates)}")
-        _library.impl(name, fn, "CompositeExplicitAutograd")
+        traced = _without_tile(fn)
+        _library.define(f"{name}{torch.library.infer_schema(traced, mutates_args=mutates)}")
+        _library.impl(name, traced, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: _without_launch(fn, args), lib=_library)
         op = getattr(getattr(torch.ops, NAMESPACE), name).default
 
         @wraps(fn)
-        def call(x: Tensor, *args: Any) -> Any:
-            return fn(x, *args) if is_plain(x) else op(x, *args)
+        def call(x: Tensor, *args: Any, **options: Any) -> Any:
+            return fn(x, *args, **options) if is_plain(x) else op(x, *args, **options)
 
         return call  # type: ignore[return-value]
 

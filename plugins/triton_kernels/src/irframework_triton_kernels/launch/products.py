@@ -9,52 +9,97 @@ from torch import Tensor
 
 from irframework_triton_kernels.kernels.products import row_product_kernel, rows_product_kernel
 from irframework_triton_kernels.launch.call import (
+    FP8,
+    as_codes,
+    code_dtype,
     device_of,
     is_launching,
     launch,
+    multiprocessors,
     opaque_op,
     rows_of,
     shared_memory,
     tiles_of,
 )
-from irframework_triton_kernels.launch.gated import gated
-from irframework_triton_kernels.tiles import FEW_ROWS, Tile, product_tile
+from irframework_triton_kernels.launch.gated import gated, silu_and_mul_static_quant_fp8
+from irframework_triton_kernels.tiles import MOST_PRODUCT_ROWS, ProductTile, product_tile
 
 
-def divides(tile: Tile, length: int, hidden: int) -> bool:
-    """Whether whole tiles cover the rows and the columns of a matrix."""
-    return length % tile.block == 0 and hidden % tile.columns == 0
+def _gated_product(
+    x: Tensor, weight: Tensor, y: Tensor, scales: tuple[Tensor, ...] | None, tile: ProductTile | None
+) -> None:
+    """Multiply few rows by a matrix and gate the product into y: values, or codes under the last of three scales."""
+    rows, length = x.shape
+    hidden = y.shape[-1]
+    device = device_of(x)
+    tile = tile or product_tile(rows, length, hidden, x.element_size(), multiprocessors(device), shared_memory(device))
+    tensors = (x, weight, *(scales or (x, x, x)), y)
+    coded = scales is not None
+    divided = length % tile.block == 0 and hidden % tile.columns == 0
+    constants = (tile.columns, tile.block, tile.turn, divided)
+    programs, kind = tiles_of(hidden, tile.columns), (coded, coded and y.dtype is FP8)
+    if tile.rows == 1:
+        launch(row_product_kernel, programs, tensors, rows, (length, hidden, *kind, *constants), tile)
+    else:
+        numbers = (x.stride(0), length, hidden, *kind, tile.rows, *constants)
+        launch(rows_product_kernel, programs, tensors, rows, numbers, tile)
 
 
 @opaque_op("linear_silu_and_mul", ())
-def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: ProductTile | None = None) -> Tensor:
     """Multiply rows by a matrix and gate the product by SiLU; `[..., hidden]`.
 
     Args:
         x: Rows, `[..., in_features]`, with stride 1 in the last dimension.
         weight: `[2 * hidden, in_features]`, contiguous, the dtype of x.
-        tile: Another tile than the usual one, for few rows; with `rows` for all of them.
+        tile: Another tile than the usual one, for few rows; it has all of them.
     """
-    hidden, length = weight.shape[0] // 2, weight.shape[1]
-    shape = (*x.shape[:-1], hidden)
+    shape = (*x.shape[:-1], weight.shape[0] // 2)
     if not is_launching():
         return x.new_empty(shape)
     x2 = rows_of(x)
-    rows = x2.shape[0]
-    if rows > FEW_ROWS:
-        product = torch.mm(x2, weight.t())
-        y: Tensor = gated(product, "silu")
-        return y.view(shape)
+    if x2.shape[0] > MOST_PRODUCT_ROWS:
+        many: Tensor = gated(torch.mm(x2, weight.t()), "silu")
+        return many.view(shape)
     y = x.new_empty(shape)
-    if not y.numel():
-        return y
-    tile = tile or product_tile(rows, x.element_size(), shared_memory(device_of(x)))
-    sizes = (length, hidden)
-    constants = (tile.columns, tile.block, divides(tile, length, hidden))
-    programs = tiles_of(hidden, tile.columns)
-    if tile.rows == 1:
-        launch(row_product_kernel, programs, (x2, weight, y), rows, (*sizes, *constants), tile)
-    else:
-        numbers = (x2.stride(0), *sizes, tile.rows, *constants)
-        launch(rows_product_kernel, programs, (x2, weight, y), rows, numbers, tile)
+    if y.numel():
+        _gated_product(x2, weight, y, None, tile)
     return y
+
+
+@opaque_op("scaled_linear_silu_and_mul_static_quant_fp8", ())
+def scaled_linear_silu_and_mul_static_quant_fp8(
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, scale: Tensor, tile: ProductTile | None = None
+) -> Tensor:
+    """Multiply rows of codes by a matrix of codes and gate the product, in bfloat16, into codes; `[rows, hidden]`.
+
+    Args:
+        x: Codes, `[rows, in_features]`, with stride 1 in the last dimension.
+        weight: Codes, `[2 * hidden, in_features]`, contiguous.
+        x_scale: One float32 number.
+        weight_scale: The same.
+        scale: The same, of what is returned.
+        tile: As for `linear_silu_and_mul`.
+    """
+    rows, hidden = x.shape[0], weight.shape[0] // 2
+    if not is_launching():
+        return as_codes(x.new_empty((rows, hidden), dtype=code_dtype(x)))
+    if rows > MOST_PRODUCT_ROWS:
+        product = torch._scaled_mm(
+            _aligned(x), _aligned(weight).t(), x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        many: Tensor = silu_and_mul_static_quant_fp8(product, scale)
+        return many
+    q = x.new_empty((rows, hidden), dtype=code_dtype(x))
+    if q.numel():
+        _gated_product(x, weight, q, (x_scale, weight_scale, scale), tile)
+    return as_codes(q)
+
+
+def _aligned(codes: Tensor) -> Tensor:
+    """Codes that begin, and whose rows begin, at a multiple of 16 bytes, as torch's product asks for."""
+    return (
+        codes
+        if codes.data_ptr() % 16 == 0 and codes.stride(0) % 16 == 0
+        else codes.clone(memory_format=torch.contiguous_format)
+    )
