@@ -69,7 +69,7 @@ def sizes_fit(x: Tensor, weight: Tensor) -> bool | ir.Rejected:
 
 def register(add: Callable[..., Any]) -> None:
     """Register the products by `add`, a function of an implementation and its conditions."""
-    matrix: dict[str, Any] = {"contiguous": ("weight",), "row_contiguous": ("x",)}
+    matrix: dict[str, Any] = {"row_contiguous": ("x", "weight")}
     # Few rows are summed up in another order than many.
     add(
         linear_silu_and_mul,

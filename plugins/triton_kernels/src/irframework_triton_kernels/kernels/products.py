@@ -1,139 +1,133 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, misc"
-"""Products of few rows with a matrix, and the gate behind them: what is read is the matrix, once.
+"""Products of few rows with a matrix, and the gate behind them: what takes time is to read the matrix, once.
 
-Its rows are those of the gate, `hidden` of them, then those of what the gate multiplies. A program has some of both, so
-that it can gate what it has summed up. Sums are in float32; a product is rounded as the op `linear` rounds it. Of codes
-(`coded`) both have one scale each, the product is in bfloat16, and what is stored are codes under a third scale.
+Its rows are those of the gate, `hidden` of them, then those of what the gate multiplies. Of one row of x, a program has
+one row of each half. Of more, it has some of each, which it takes in turn, so that one thread has both of a pair.
+Sums are in float32, and a product is rounded as the op `linear` rounds it. Codes have one scale for each tensor, their
+product is in bfloat16, and what is stored are codes under a third scale.
 """
 
 import triton
 import triton.language as tl
 
-from irframework_triton_kernels.kernels.codes import codes_of
+from irframework_triton_kernels.kernels.codes import STATIC, stored
 from irframework_triton_kernels.kernels.gated import SILU, activated
 from irframework_triton_kernels.kernels.order import after_predecessor
 
 
 @triton.jit
-def store_gated(
-    at, gates, ups, mask, x_scale, weight_scale, code_scale, y, coded: tl.constexpr, hardware: tl.constexpr
-):
-    """Stores `silu(gates) * ups` of float32 sums, rounded as product, SiLU and what it multiplies are; or codes."""
-    dtype: tl.constexpr = tl.bfloat16 if coded else y.dtype.element_ty
-    if coded:
-        scale = tl.load(x_scale) * tl.load(weight_scale)
-        gates, ups = gates * scale, ups * scale
-    gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
-    h = (activated(gates, SILU).to(dtype).to(tl.float32) * ups).to(dtype)
-    if coded:
-        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
-        tl.store(at, codes_of(h.to(tl.float32), inverse, hardware), mask=mask)
+def _read(pointers, inside, masked: tl.constexpr):
+    if masked:
+        return tl.load(pointers, mask=inside, other=0.0)
     else:
-        tl.store(at, h, mask=mask)
+        return tl.load(pointers)
 
 
 @triton.jit
-def block_start(index, blocks, block: tl.constexpr, turn: tl.constexpr):
-    """Where a block of a row begins; each program begins `turn` blocks behind the one before, and goes around."""
-    if turn:
-        index = (index + tl.program_id(0) * turn) % blocks
-    return index * block
+def _gated(gate, up, scale, dtype: tl.constexpr):
+    """`silu(gate) * up` of two sums, in float32, rounded to a dtype as product, activation and gate round."""
+    gate = (gate * scale).to(dtype).to(tl.float32)
+    up = (up * scale).to(dtype).to(tl.float32)
+    gate = activated(gate, SILU).to(dtype).to(tl.float32)
+    return (gate * up).to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def row_product_kernel(
+def gated_product_of_one_kernel(
     x,
     weight,
+    y,
     x_scale,
     weight_scale,
     code_scale,
-    y,
     rows,
-    length,
-    hidden,
-    coded: tl.constexpr,
+    length: tl.constexpr,
+    hidden: tl.constexpr,
+    weight_stride,
+    codes: tl.constexpr,
     hardware: tl.constexpr,
-    tile_columns: tl.constexpr,
     block: tl.constexpr,
-    turn: tl.constexpr,
-    divided: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Some columns of the gated product of the only row: all is read once, so nothing is gained by matrix units.
+    """One column of the gated product of one row, `[1, length]`; `block` elements of the row at a time."""
+    if early:
+        after_predecessor()
+    column = tl.program_id(0).to(tl.int64)
+    weight += column * weight_stride
+    up_weight = weight + hidden * weight_stride
+    place = tl.arange(0, block)
+    gates = tl.zeros((block,), tl.float32)
+    ups = tl.zeros((block,), tl.float32)
+    masked: tl.constexpr = length % block != 0
+    for start in range(0, length, block):
+        at = start + place
+        inside = at < length
+        gate = _read(weight + at, inside, masked)
+        up = _read(up_weight + at, inside, masked)
+        h = _read(x + at, inside, masked).to(tl.float32)
+        gates += gate.to(tl.float32) * h
+        ups += up.to(tl.float32) * h
+    if codes == STATIC:
+        h = _gated(tl.sum(gates), tl.sum(ups), tl.load(x_scale) * tl.load(weight_scale), tl.bfloat16)
+        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
+    else:
+        h = _gated(tl.sum(gates), tl.sum(ups), 1.0, x.dtype.element_ty)
+        inverse = 1.0
+    one = tl.arange(0, 1)[None, :]
+    stored(y + column, one, tl.full((1, 1), 0.0, tl.float32) + h, inverse, one == 0, x, codes, hardware)
 
-    Each element of a tile has a sum of its own, which are added up at the end. `divided`: into whole tiles.
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_product_kernel(
+    x,
+    weight,
+    y,
+    x_scale,
+    weight_scale,
+    code_scale,
+    rows,
+    length: tl.constexpr,
+    hidden: tl.constexpr,
+    x_stride,
+    weight_stride,
+    codes: tl.constexpr,
+    hardware: tl.constexpr,
+    tile_rows: tl.constexpr,
+    columns: tl.constexpr,
+    block: tl.constexpr,
+    turn: tl.constexpr,
+    early: tl.constexpr,
+):
+    """Some columns of the gated product of at most `tile_rows` rows; `block` elements of the rows at a time.
+
+    Each program begins `turn` blocks behind the one before, so that not all read the same part of the rows at once.
     """
     if early:
         after_predecessor()
-    column = tl.program_id(0).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)[:, None]
-    within = tl.arange(0, block)[None, :]
-    live = column < hidden
-    weight += column * length
-    behind = tl.cast(hidden, tl.int64) * length
-    gates = tl.zeros((tile_columns, block), tl.float32)
-    ups = tl.zeros((tile_columns, block), tl.float32)
-    blocks = tl.cdiv(length, block)
-    for index in range(0, blocks):
-        at = block_start(index, blocks, block, turn) + within
-        if divided:
-            values = tl.load(x + at).to(tl.float32)
-            gates += tl.load(weight + at).to(tl.float32) * values
-            ups += tl.load(weight + behind + at).to(tl.float32) * values
-        else:
-            mask = live & (at < length)
-            values = tl.load(x + at, mask=at < length, other=0.0).to(tl.float32)
-            gates += tl.load(weight + at, mask=mask, other=0.0).to(tl.float32) * values
-            ups += tl.load(weight + behind + at, mask=mask, other=0.0).to(tl.float32) * values
-    gate, up = tl.sum(gates, 1)[:, None], tl.sum(ups, 1)[:, None]
-    store_gated(y + column, gate, up, live, x_scale, weight_scale, code_scale, y, coded, hardware)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rows_product_kernel(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    code_scale,
-    y,
-    rows,
-    x_stride,
-    length,
-    hidden,
-    coded: tl.constexpr,
-    hardware: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_columns: tl.constexpr,
-    block: tl.constexpr,
-    turn: tl.constexpr,
-    divided: tl.constexpr,
-    early: tl.constexpr,
-):
-    """Some columns of the gated product of all rows, at most `tile_rows`; rows that do not exist are read as zeros."""
-    if early:
-        after_predecessor()
-    row = tl.arange(0, tile_rows)[:, None].to(tl.int64)
-    column = tl.program_id(0).to(tl.int64) * tile_columns + tl.arange(0, tile_columns)[None, :]
-    live, there = row < rows, column < hidden
-    across, down = tl.arange(0, block)[None, :], tl.arange(0, block)[:, None]
-    x += row * x_stride
-    weight += column * length
-    behind = tl.cast(hidden, tl.int64) * length
-    gates = tl.zeros((tile_rows, tile_columns), tl.float32)
-    ups = tl.zeros((tile_rows, tile_columns), tl.float32)
-    blocks = tl.cdiv(length, block)
-    for index in range(0, blocks):
-        start = block_start(index, blocks, block, turn)
-        if divided:
-            values = tl.load(x + (start + across), mask=live, other=0.0)
-            gate = tl.load(weight + (start + down))
-            up = tl.load(weight + behind + (start + down))
-        else:
-            values = tl.load(x + (start + across), mask=live & (start + across < length), other=0.0)
-            mask = there & (start + down < length)
-            gate = tl.load(weight + (start + down), mask=mask, other=0.0)
-            up = tl.load(weight + behind + (start + down), mask=mask, other=0.0)
-        gates = tl.dot(values, gate, gates)
-        ups = tl.dot(values, up, ups)
-    at = y + row * hidden + column
-    store_gated(at, gates, ups, live & there, x_scale, weight_scale, code_scale, y, coded, hardware)
+    first = tl.program_id(0) * columns
+    row = tl.arange(0, tile_rows)
+    both = tl.arange(0, 2 * columns)
+    # A gate, what it multiplies, the next gate. Behind the last column the last one is read once more.
+    of_weight = tl.minimum(first + both // 2, hidden - 1) + both % 2 * hidden
+    place = tl.arange(0, block)
+    x += row.to(tl.int64)[:, None] * x_stride
+    weight += of_weight.to(tl.int64)[None, :] * weight_stride
+    live = row[:, None] < rows
+    products = tl.zeros((tile_rows, 2 * columns), tl.float32)
+    masked: tl.constexpr = length % block != 0
+    whole: tl.constexpr = tl.cdiv(length, block) * block
+    for step in range(0, length, block):
+        start = tl.multiple_of((step + tl.program_id(0) * (turn * block)) % whole, block) if turn else step
+        at = start + place
+        inside = at < length
+        h = tl.load(x + at[None, :], mask=live & inside[None, :] if masked else live, other=0.0)
+        products = tl.dot(h, _read(weight + at[:, None], inside[:, None], masked), products)
+    gate, up = products.reshape(tile_rows, columns, 2).split()
+    if codes == STATIC:
+        h = _gated(gate, up, tl.load(x_scale) * tl.load(weight_scale), tl.bfloat16)
+        inverse = tl.math.div_rn(1.0, tl.load(code_scale))
+    else:
+        h = _gated(gate, up, 1.0, x.dtype.element_ty)
+        inverse = 1.0
+    column = first + tl.arange(0, columns)[None, :]
+    stored(y + row.to(tl.int64)[:, None] * hidden, column, h, inverse, live & (column < hidden), x, codes, hardware)

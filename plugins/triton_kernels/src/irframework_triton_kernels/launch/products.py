@@ -7,7 +7,8 @@ writes what is gated; more are torch's product and a gate.
 import torch
 from torch import Tensor
 
-from irframework_triton_kernels.kernels.products import row_product_kernel, rows_product_kernel
+from irframework_triton_kernels.kernels.codes import STATIC, VALUES
+from irframework_triton_kernels.kernels.products import gated_product_kernel, gated_product_of_one_kernel
 from irframework_triton_kernels.launch.call import (
     FP8,
     as_codes,
@@ -33,16 +34,15 @@ def _gated_product(
     hidden = y.shape[-1]
     device = device_of(x)
     tile = tile or product_tile(rows, length, hidden, x.element_size(), multiprocessors(device), shared_memory(device))
-    tensors = (x, weight, *(scales or (x, x, x)), y)
-    coded = scales is not None
-    divided = length % tile.block == 0 and hidden % tile.columns == 0
-    constants = (tile.columns, tile.block, tile.turn, divided)
-    programs, kind = tiles_of(hidden, tile.columns), (coded, coded and y.dtype is FP8)
+    tensors = (x, weight, y, *(scales or (x, x, x)))
+    codes = VALUES.value if scales is None else STATIC.value
+    kind = (codes, scales is not None and y.dtype is FP8)
     if tile.rows == 1:
-        launch(row_product_kernel, programs, tensors, rows, (length, hidden, *kind, *constants), tile)
+        of_one = (length, hidden, weight.stride(0), *kind, tile.block)
+        launch(gated_product_of_one_kernel, hidden, tensors, rows, of_one, tile)
     else:
-        numbers = (x.stride(0), length, hidden, *kind, tile.rows, *constants)
-        launch(rows_product_kernel, programs, tensors, rows, numbers, tile)
+        numbers = (length, hidden, x.stride(0), weight.stride(0), *kind, tile.rows, tile.columns, tile.block, tile.turn)
+        launch(gated_product_kernel, tiles_of(hidden, tile.columns), tensors, rows, numbers, tile)
 
 
 @opaque_op("linear_silu_and_mul", ())
@@ -51,7 +51,7 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: ProductTile | None = No
 
     Args:
         x: Rows, `[..., in_features]`, with stride 1 in the last dimension.
-        weight: `[2 * hidden, in_features]`, contiguous, the dtype of x.
+        weight: `[2 * hidden, in_features]`, with stride 1 in the last dimension, the dtype of x.
         tile: Another tile than the usual one, for few rows; it has all of them.
     """
     shape = (*x.shape[:-1], weight.shape[0] // 2)
@@ -75,7 +75,7 @@ def scaled_linear_silu_and_mul_static_quant_fp8(
 
     Args:
         x: Codes, `[rows, in_features]`, with stride 1 in the last dimension.
-        weight: Codes, `[2 * hidden, in_features]`, contiguous.
+        weight: Codes, `[2 * hidden, in_features]`, with stride 1 in the last dimension.
         x_scale: One float32 number.
         weight_scale: The same.
         scale: The same, of what is returned.
