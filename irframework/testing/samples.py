@@ -186,12 +186,18 @@ def _special(
             named = op.named(args)
             for name in op.activations:
                 if isinstance(named[name], Tensor) and named[name].is_floating_point():
-                    named[name] = change(named[name].clone())
+                    named[name] = _changed(named[name], change)
             yield f"{' and '.join(op.activations)} with {kind}", tuple(named.values())
 
 
-def _put(value: float) -> Layout:
-    def put(x: Tensor) -> Tensor:
+def _changed(x: Tensor, change: Callable[[Tensor, torch.finfo], Tensor]) -> Tensor:
+    """A tensor with special values. Codes of 8 bits, which torch has little arithmetic for, are made of float32."""
+    info = torch.finfo(x.dtype)
+    return change(x.clone(), info) if x.element_size() > 1 else change(x.to(torch.float32), info).to(x.dtype)
+
+
+def _put(value: float) -> Callable[[Tensor, torch.finfo], Tensor]:
+    def put(x: Tensor, info: torch.finfo) -> Tensor:
         rows = x.view(-1, x.shape[-1])
         rows[0, 0] = value
         rows[-1, -1] = -value
@@ -201,13 +207,13 @@ def _put(value: float) -> Layout:
     return put
 
 
-_SPECIAL_VALUES: dict[str, Layout] = {
+_SPECIAL_VALUES: dict[str, Callable[[Tensor, torch.finfo], Tensor]] = {
     "inf": _put(float("inf")),
     "NaN": _put(float("nan")),
-    "denormal numbers": lambda x: x.sign() * (torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps * 3),
-    "large numbers": lambda x: x.sign() * 60000,
-    "zeros": torch.zeros_like,
-    "constant rows": torch.ones_like,
+    "denormal numbers": lambda x, info: x.sign() * (info.smallest_normal * info.eps * 3),
+    "large numbers": lambda x, info: x.sign() * min(60000, info.max),
+    "zeros": lambda x, info: torch.zeros_like(x),
+    "constant rows": lambda x, info: torch.ones_like(x),
 }
 
 
