@@ -18,6 +18,7 @@ from irframework.cli.benchmarking import moved_bytes
 Arguments = tuple[Any, ...]
 Call = Callable[..., Any]
 DECODE, PREFILL = (1, 64, 256), (2048, 8192)
+FEW = (1, 16, 64, 128, 256)
 EPSILON = 1e-6
 GROUP = 128
 
@@ -29,6 +30,7 @@ class Sizes:
     heads: int = 32
     key_heads: int = 8
     head: int = 128
+    hidden: int = 4096
     intermediate: int = 14336
     context: int = 1024
     block: int = 16
@@ -40,7 +42,7 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
 
 
-TINY = Sizes(4, 2, 32, 96, 20, 8, 4, 32, 64, 16, 8, torch.float32)
+TINY = Sizes(4, 2, 32, 64, 96, 20, 8, 4, 32, 64, 16, 8, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,37 @@ def latent_then_groups(kernels: dict[str, Call]) -> Call:
     return call
 
 
+# --- products with a gate -------------------------------------------------------------------------------------------
+
+
+def product(tokens: int, sizes: Sizes, device: str) -> Arguments:
+    """Rows, and the weights of gate and up in one matrix: always bfloat16, for the kernels take no float32."""
+    shape = 2 * sizes.intermediate, sizes.hidden
+    weight = torch.randn(shape, dtype=torch.bfloat16, device=device) * sizes.hidden**-0.5
+    return torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16, device=device), weight, None
+
+
+def product_of_codes(tokens: int, sizes: Sizes, device: str) -> Arguments:
+    """The same as codes; scales take rows, and what is gated, to 14."""
+    x, weight, _ = product(tokens, sizes, device)
+    x_scale, weight_scale, scale = (torch.full((1,), each, device=device) for each in (1 / 32, 2.0**-12, 1 / 32))
+    codes = x.float() / x_scale, weight.float() / weight_scale
+    scales = x_scale, weight_scale, scale
+    return *(each.clamp(-448, 448).to(torch.float8_e4m3fn) for each in codes), *scales, torch.bfloat16, True
+
+
+def product_then_gate(kernels: dict[str, Call]) -> Call:
+    return lambda x, weight, _: kernels["silu_and_mul"](torch.nn.functional.linear(x, weight))
+
+
+def product_then_codes(kernels: dict[str, Call]) -> Call:
+    def call(x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, scale: Tensor, *how: Any) -> Any:
+        gated = kernels["silu_and_mul_static_quant_fp8"]
+        return gated(ir.ops.scaled_linear.native(x, weight, x_scale, weight_scale, *how), scale)
+
+    return call
+
+
 # --- what models write out ------------------------------------------------------------------------------------------
 
 
@@ -299,6 +332,13 @@ FAMILIES = (
     Family(
         "mla_attention + group fp8", "mla_attention_group_quant_fp8", latent_decoding_in_groups, latent_then_groups,
         None, ("mla_attention", "group_quant_fp8"), (), DECODE,
+    ),
+    Family(
+        "product + SiLU gate", "linear_silu_and_mul", product, product_then_gate, None, ("silu_and_mul",), (), FEW,
+    ),
+    Family(
+        "product of fp8 + SiLU gate + static fp8", "scaled_linear_silu_and_mul_static_quant_fp8", product_of_codes,
+        product_then_codes, None, ("silu_and_mul_static_quant_fp8",), (), FEW,
     ),
     Family("silu_mul", "silu_mul", gates()),
     Family("gelu_mul", "gelu_mul", gates("tanh")),
