@@ -97,8 +97,8 @@ def scaled_linear(
         columns = weight.to(torch.float32).t() * weight_scale
         return (rows @ columns).to(dtype)
     return torch._scaled_mm(
-        _with_whole_rows(x),
-        _with_whole_rows(weight).t(),
+        _as_multiplied(x),
+        _as_multiplied(weight).t(),
         x_scale.contiguous(),
         weight_scale.contiguous(),
         out_dtype=dtype,
@@ -115,9 +115,12 @@ def _torch_multiplies(x: Tensor, weight: Tensor, *scales: Tensor) -> bool:
     return weight.shape[0] % _WHOLE == 0 and weight.shape[1] % _WHOLE == 0
 
 
-def _with_whole_rows(codes: Tensor) -> Tensor:
-    """The codes with stride 1 within a row, which torch asks for."""
-    return codes if codes.stride(-1) == 1 else codes.contiguous()
+def _as_multiplied(codes: Tensor) -> Tensor:
+    """The codes as torch's products ask for them: rows side by side, each beginning at a multiple of 16 bytes."""
+    row, within = codes.stride()
+    if within == 1 and row >= codes.shape[1] and row % _WHOLE == 0 and codes.storage_offset() % _WHOLE == 0:
+        return codes
+    return codes.clone(memory_format=torch.contiguous_format)
 
 
 def scaled_products(
