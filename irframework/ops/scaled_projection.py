@@ -99,8 +99,8 @@ def scaled_linear(
     return torch._scaled_mm(
         _as_multiplied(x),
         _as_multiplied(weight).t(),
-        x_scale.contiguous(),
-        weight_scale.contiguous(),
+        _begun_with(x_scale),
+        _begun_with(weight_scale),
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
@@ -118,9 +118,14 @@ def _torch_multiplies(x: Tensor, weight: Tensor, *scales: Tensor) -> bool:
 def _as_multiplied(codes: Tensor) -> Tensor:
     """The codes as torch's products ask for them: rows side by side, each beginning at a multiple of 16 bytes."""
     row, within = codes.stride()
-    if within == 1 and row >= codes.shape[1] and row % _WHOLE == 0 and codes.storage_offset() % _WHOLE == 0:
-        return codes
-    return codes.clone(memory_format=torch.contiguous_format)
+    fits = within == 1 and row >= codes.shape[1] and row % _WHOLE == 0 and codes.storage_offset() % _WHOLE == 0
+    return codes if fits else codes.clone(memory_format=torch.contiguous_format)
+
+
+def _begun_with(scale: Tensor) -> Tensor:
+    """A scale as torch's products ask for it: contiguous, and beginning at a multiple of 16 bytes."""
+    fits = scale.is_contiguous() and scale.storage_offset() * scale.element_size() % _WHOLE == 0
+    return scale if fits else scale.clone(memory_format=torch.contiguous_format)
 
 
 def scaled_products(

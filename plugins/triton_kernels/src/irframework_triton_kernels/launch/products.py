@@ -1,12 +1,13 @@
 """Launches of products with a gate behind them, and their torch ops.
 
 They are black boxes, for how many rows there are decides what is done: few are a kernel that reads the matrix once and
-writes what is gated; more are torch's product and a gate.
+writes what is gated; of more, and where the tile would be a poor one, torch's product and a gate.
 """
 
 import torch
 from torch import Tensor
 
+import irframework as ir
 from irframework_triton_kernels.kernels.codes import STATIC, VALUES
 from irframework_triton_kernels.kernels.products import gated_product_kernel, gated_product_of_one_kernel
 from irframework_triton_kernels.launch.call import (
@@ -23,17 +24,20 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
 )
 from irframework_triton_kernels.launch.gated import gated, silu_and_mul_static_quant_fp8
-from irframework_triton_kernels.tiles import MOST_PRODUCT_ROWS, ProductTile, product_tile
+from irframework_triton_kernels.tiles import ProductTile, product_tile
 
 
-def _gated_product(
-    x: Tensor, weight: Tensor, y: Tensor, scales: tuple[Tensor, ...] | None, tile: ProductTile | None
-) -> None:
+def _tile_for(x: Tensor, weight: Tensor) -> ProductTile | None:
+    """The tile for few rows; None where torch multiplies."""
+    (rows, length), device = x.shape, device_of(x)
+    sizes = rows, length, weight.shape[0] // 2, x.element_size()
+    return product_tile(*sizes, multiprocessors(device), shared_memory(device))
+
+
+def _gated_product(x: Tensor, weight: Tensor, y: Tensor, scales: tuple[Tensor, ...] | None, tile: ProductTile) -> None:
     """Multiply few rows by a matrix and gate the product into y: values, or codes under the last of three scales."""
     rows, length = x.shape
     hidden = y.shape[-1]
-    device = device_of(x)
-    tile = tile or product_tile(rows, length, hidden, x.element_size(), multiprocessors(device), shared_memory(device))
     tensors = (x, weight, y, *(scales or (x, x, x)))
     codes = VALUES.value if scales is None else STATIC.value
     kind = (codes, scales is not None and y.dtype is FP8)
@@ -55,14 +59,14 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: ProductTile | None = No
         tile: Another tile than the usual one, for few rows; it has all of them.
     """
     shape = (*x.shape[:-1], weight.shape[0] // 2)
-    if not is_launching():
-        return x.new_empty(shape)
     x2 = rows_of(x)
-    if x2.shape[0] > MOST_PRODUCT_ROWS:
-        many: Tensor = gated(torch.mm(x2, weight.t()), "silu")
-        return many.view(shape)
+    if is_launching() and tile is None and x2.shape[0] and shape[-1]:
+        tile = _tile_for(x2, weight)
+        if tile is None:
+            many: Tensor = gated(torch.mm(x2, weight.t()), "silu")
+            return many.view(shape)
     y = x.new_empty(shape)
-    if y.numel():
+    if tile is not None:
         _gated_product(x2, weight, y, None, tile)
     return y
 
@@ -81,25 +85,14 @@ def scaled_linear_silu_and_mul_static_quant_fp8(
         scale: The same, of what is returned.
         tile: As for `linear_silu_and_mul`.
     """
-    rows, hidden = x.shape[0], weight.shape[0] // 2
-    if not is_launching():
-        return as_codes(x.new_empty((rows, hidden), dtype=code_dtype(x)))
-    if rows > MOST_PRODUCT_ROWS:
-        product = torch._scaled_mm(
-            _aligned(x), _aligned(weight).t(), x_scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        many: Tensor = silu_and_mul_static_quant_fp8(product, scale)
-        return many
-    q = x.new_empty((rows, hidden), dtype=code_dtype(x))
-    if q.numel():
+    shape = x.shape[0], weight.shape[0] // 2
+    if is_launching() and tile is None and shape[0] and shape[1]:
+        tile = _tile_for(x, weight)
+        if tile is None:
+            product = ir.ops.scaled_linear.native(x, weight, x_scale, weight_scale)
+            many: Tensor = silu_and_mul_static_quant_fp8(product, scale)
+            return many
+    q = x.new_empty(shape, dtype=code_dtype(x))
+    if tile is not None:
         _gated_product(x, weight, q, (x_scale, weight_scale, scale), tile)
     return as_codes(q)
-
-
-def _aligned(codes: Tensor) -> Tensor:
-    """Codes that begin, and whose rows begin, at a multiple of 16 bytes, as torch's product asks for."""
-    return (
-        codes
-        if codes.data_ptr() % 16 == 0 and codes.stride(0) % 16 == 0
-        else codes.clone(memory_format=torch.contiguous_format)
-    )
