@@ -279,13 +279,12 @@ def product_tile(
 ) -> ProductTile | None:
     """Tile for a product of few rows with a gate behind it; None where a library's product is faster.
 
-    What takes time is to read the weight once, so programs run all at once, and have as many bytes on their way as
-    there is room for. The more columns a program has, the less often the rows are read; the fewer, the more programs
-    there are. Where the rows would be read too often, a library divides their length, too, and is faster.
+    What takes time is to read the weight once: enough bytes must be on their way at any time. The more columns a
+    program has, the less often the rows are read; the fewer, the more programs there are. Where the rows would be read
+    too often, a library, which divides their length, too, is faster.
 
-    From what was measured on an H200 in bfloat16 and float8_e4m3fn with 1 to 128 rows and weights of
-    [2 * 14336, 4096], [2 * 7168, 4096], [2 * 5632, 2048], [2 * 3584, 8192] and [2 * 1792, 4096]; the tile is within 3 %
-    of the best. Other devices were not measured.
+    From what was measured on an H200 in bfloat16 and float8_e4m3fn with 1 to 128 rows and ten weights of models, of
+    [2 * 1536, 576] to [2 * 28672, 8192]. Other devices were not measured.
 
     Args:
         rows: How many there are.
@@ -299,26 +298,42 @@ def product_tile(
         return _row_of_product(length, element)
     if rows > MOST_PRODUCT_ROWS:
         return None
-    tile_rows, coded = max(16, power_of_two(rows)), element == 1
-    columns = (64 if coded else 128) // (2 if tile_rows == 64 else 1)
-    fewest = 1.3 if tile_rows <= 32 else 0.65  # programs for each multiprocessor
-    programs = -(-hidden // columns)
-    # Some idle multiprocessors cost less than some that work on two programs where most have one.
-    while columns > 16 and (programs < fewest * multiprocessors or 1 < programs / multiprocessors < 1.3):
-        columns //= 2
-        programs = -(-hidden // columns)
+    coded = element == 1
+    tile_rows = max(16, power_of_two(rows))
+    columns = _columns_of_product(tile_rows, hidden, coded, multiprocessors)
+    if tile_rows == 32 and (coded or columns < 64):  # the matrix unit of Hopper takes 64
+        tile_rows, columns = 64, _columns_of_product(64, hidden, coded, multiprocessors)
     if tile_rows > columns * (2 if coded else 1):
         return None
-    together = min(3, -(-programs // multiprocessors))  # on one multiprocessor
-    for width in (256, 128) if tile_rows <= 32 or columns <= 32 else (128,):  # bytes
-        stage = width * (tile_rows + 2 * columns)
-        stages = min(6 if together == 1 else 3, shared_memory // (together * stage))
-        if stages > 2:
-            break
-    stages = max(stages, min(3, shared_memory // stage))
+    together = -(-hidden // (columns * multiprocessors))  # programs on one multiprocessor
+    width = 256 if tile_rows <= 32 or (columns <= 32 and together <= 2) else 128  # bytes
+    stage = width * (tile_rows + 2 * columns)
+    on_their_way = (200 if together == 1 else 130) * 1024
+    fewest = 4 if tile_rows >= 64 and together <= 2 and not coded else 3
+    stages = min(shared_memory // stage, max(fewest, min(6, on_their_way // (together * stage))))
     warps = 8 if tile_rows * columns >= 64 * 128 else 4
     turn = 0 if coded else 5
     return ProductTile(tile_rows, width // element, False, warps, stages=stages, columns=columns, turn=turn)
+
+
+def _columns_of_product(rows: int, hidden: int, coded: bool, multiprocessors: int) -> int:
+    """Columns of a program: the most that leave few multiprocessors idle.
+
+    Some that have nothing to do cost less than some that work on two programs where most have one.
+    """
+    columns = 128
+    if coded:
+        columns = 32 if rows == 64 else 64
+    while columns > 16:
+        if rows <= 32:
+            fewest = 0.8 if columns == 128 else 1.3
+        else:
+            fewest = 1.3 if rows == 64 and columns == 128 else 0.65
+        programs = -(-hidden // columns) / multiprocessors
+        if programs >= 1.3 or fewest <= programs <= 1:
+            break
+        columns //= 2
+    return columns
 
 
 def _row_of_product(length: int, element: int) -> ProductTile:
