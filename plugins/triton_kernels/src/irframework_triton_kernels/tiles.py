@@ -306,9 +306,10 @@ def product_tile(
     if tile_rows > columns * (2 if coded else 1):
         return None
     together = -(-hidden // (columns * multiprocessors))  # programs on one multiprocessor
-    width = 256 if tile_rows <= 32 or (columns <= 32 and together <= 2) else 128  # bytes
+    wide = (together <= 2 and (tile_rows <= 32 or columns <= 32)) or max(tile_rows, columns) <= 32
+    width = 256 if wide else 128  # bytes
     stage = width * (tile_rows + 2 * columns)
-    on_their_way = (200 if together == 1 else 130) * 1024
+    on_their_way = (196 if together == 1 else 130) * 1024
     fewest = 4 if tile_rows >= 64 and together <= 2 and not coded else 3
     stages = min(shared_memory // stage, max(fewest, min(6, on_their_way // (together * stage))))
     warps = 8 if tile_rows * columns >= 64 * 128 else 4
@@ -325,10 +326,10 @@ def _columns_of_product(rows: int, hidden: int, coded: bool, multiprocessors: in
     if coded:
         columns = 32 if rows == 64 else 64
     while columns > 16:
-        if rows <= 32:
-            fewest = 0.8 if columns == 128 else 1.3
+        if columns == 128 and rows <= 64:
+            fewest = 0.8
         else:
-            fewest = 1.3 if rows == 64 and columns == 128 else 0.65
+            fewest = 1.3 if rows <= 32 else 0.65
         programs = -(-hidden // columns) / multiprocessors
         if programs >= 1.3 or fewest <= programs <= 1:
             break
