@@ -34,3 +34,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == HERE and item.get_closest_marker("interpreter") is not None:
             for warning in NUMPY:
                 item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture
+def matrices_of_bfloat16(monkeypatch):
+    """The interpreter (Triton 3.6) multiplies the bits of bfloat16 matrices as integers: give it their values."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    whole = interpreter.InterpreterBuilder.create_dot
+
+    def values(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        as_float = (x.data.astype("uint32") << 16).view("float32")
+        return interpreter.TensorHandle(as_float, tl.float32)
+
+    def create_dot(self, a, b, *more):
+        return whole(self, values(a), values(b), *more)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

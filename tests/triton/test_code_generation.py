@@ -46,6 +46,8 @@ MODULES = {
     "shares_kernel": "decoding",
     "latent_kernel": "latent",
     "sum_norm_kernel": "sums",
+    "gated_product_of_one_kernel": "products",
+    "gated_product_kernel": "products",
 }
 TENSORS = (
     "x", "x_residual", "weight", "y", "residual",
@@ -119,6 +121,8 @@ ROTARY = {"has_key": True, "tile_heads": 16, "block": 64, **NORMLESS}
 COPIED = {"value_tile_heads": 8, "value_block": 128}
 CACHED = {"tile_heads": 16, "block": 64, **COPIED, **NORMLESS}
 GROUPS = {"activation": NO_GATE, "hardware": True, "group_size": 128, "tile_rows": 16, "block": 128}
+PRODUCT = {"length": 4096, "hidden": 14336}
+FEW_PRODUCTS = {"tile_rows": 16, "columns": 64, "block": 128, "turn": 5}
 CASES = [
     rows("rms_norm_kernel", 4096, VALUES, **NORM),
     rows("rms_norm_kernel", 100_000, VALUES, has_weight=True, partial=True),
@@ -207,6 +211,10 @@ FEW = [
     summed(4096, VALUES, has_residual=True, **SUMMED),
     summed(100_000, VALUES, has_residual=False, **SUMMED),
     summed(4096, STATIC, has_residual=True, **SUMMED | {"size": 6, "size_block": 8}),
+    Case("gated_product_of_one_kernel", 4, {**PRODUCT, "codes": VALUES, "block": 2048}),
+    Case("gated_product_of_one_kernel", 4, {**PRODUCT, "codes": STATIC, "block": 2048}),
+    Case("gated_product_kernel", 4, {**PRODUCT, "codes": VALUES, **FEW_PRODUCTS}, stages=3),
+    Case("gated_product_kernel", 4, {**PRODUCT, "codes": STATIC, **FEW_PRODUCTS, "tile_rows": 64}, stages=3),
 ]  # fmt: skip
 # One of each kernel and of what it stores: for the devices that are close relatives of another.
 MAIN = list({(case.kernel, case.constants.get("codes")): case for case in reversed(CASES + FEW)}.values())
@@ -246,7 +254,9 @@ def compiled(
         types["y"] = "*fp8e4nv" if case.constants["hardware"] else "*u8"
     if case.constants.get("codes") == INT8:
         types["y"] = "*i8"
-    types |= {"global_scale": "*fp32", "packed": "*u8"}
+    types |= {"global_scale": "*fp32", "packed": "*u8", "x_scale": "*fp32", "weight_scale": "*fp32"}
+    if MODULES[case.kernel] == "products" and case.constants["codes"]:
+        types |= dict.fromkeys(("x", "weight"), "*fp8e4nv")
     types["block_scale"] = "*fp8e4nv" if target in CONVERTS else "*u8"
     types |= dict.fromkeys({"hardware": False} | case.constants, "constexpr")
     source = ASTSource(
@@ -273,9 +283,19 @@ def cold_cache(tmp_path_factory):
         yield
 
 
+def of_codes(case: Case) -> bool:
+    """Whether a kernel reads codes, which only devices do that make them."""
+    return MODULES[case.kernel] == "products" and bool(case.constants["codes"])
+
+
 def on(*targets: str) -> list[Any]:
     """All cases for the first of some targets, the main ones for its relatives."""
-    pairs = [(case, target) for target in targets for case in (CASES + FEW if target == targets[0] else MAIN)]
+    pairs = [
+        (case, target)
+        for target in targets
+        for case in (CASES + FEW if target == targets[0] else MAIN)
+        if target in CONVERTS or not of_codes(case)
+    ]
     return [pytest.param(case, target, id=f"{target}-{case}") for case, target in pairs]
 
 
@@ -402,6 +422,8 @@ ONES = {
     "rms_norm_nvfp4_kernel": ("x_stride",),
     "add_rms_norm_nvfp4_kernel": ("x_stride", "x_residual_stride"),
     "sum_norm_kernel": ("hidden", "x_stride", "x_residual_stride"),
+    "gated_product_of_one_kernel": ("weight_stride",),
+    "gated_product_kernel": ("x_stride", "weight_stride"),
 }
 
 

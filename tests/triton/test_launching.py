@@ -19,6 +19,7 @@ def kernels():
         latent,
         norms,
         nvfp4,
+        products,
         rotary,
         rotate_half,
         routing,
@@ -48,6 +49,8 @@ def kernels():
         decoding.decode_kernel,
         decoding.shares_kernel,
         latent.latent_kernel,
+        products.gated_product_of_one_kernel,
+        products.gated_product_kernel,
         sums.sum_norm_kernel,
     )
 

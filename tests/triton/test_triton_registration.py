@@ -1,6 +1,7 @@
 """What the plugin registers, and which calls it takes. No kernel runs here."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -63,10 +64,13 @@ OPS = (
     "silu_mul",
     "gelu_mul",
     "apply_rotary_pos_emb",
+    "linear_silu_and_mul",
+    "scaled_linear_silu_and_mul_static_quant_fp8",
 )
-# What the other tokens are changes a token's codes there, and how many there are the last bits of latent attention;
-# those of attention do not depend on them, but it says nothing.
+# What the other tokens are changes a token's codes there, and how many there are the last bits of latent attention and
+# of products; those of attention do not depend on them, but it says nothing.
 DEPENDENT = ("tensor_quant_fp8", "attention", "mla_attention", "mla_attention_group_quant_fp8")
+DEPENDENT += ("linear_silu_and_mul", "scaled_linear_silu_and_mul_static_quant_fp8")
 DEPENDENT += tuple(name for name in OPS if name.startswith("all_reduce"))  # the backend adds up what is too large
 
 
@@ -515,3 +519,70 @@ def test_norms_of_heads_that_do_not_fit_are_refused_with_the_reason(impl, change
     implementation = impl("qk_norm_rotary_embedding")
     assert implementation.supports_args(**given) is True
     assert why in reason(implementation.supports_args(**{**given, **change}))
+
+
+ROW, MATRIX = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((ROW.float(), MATRIX.float()), "x is float32"),
+        ((ROW, MATRIX.half()), "weight is float16, needs the dtype of x"),
+        ((ROW, MATRIX, MATRIX[:, 0]), "bias must be None"),
+        ((ROW, MATRIX[:, :16]), r"weight has shape \(64, 16\), does not fit rows of 32"),
+        ((ROW, MATRIX[:63]), "weight has 63 rows"),
+        ((ROW, MATRIX[0]), "weight has 1 dimension"),
+        ((ROW[0, 0], MATRIX), "last dimension of x"),
+        ((ROW, MATRIX.t().contiguous().t()), "stride 1"),
+    ],
+)
+def test_a_product_of_something_else_is_refused_with_the_reason(impl, arguments, why):
+    op = ir.ops.linear_silu_and_mul
+    assert re.search(why, reason(impl(op.name).accepts(op.bind(arguments))))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(ROW, MATRIX), (ROW[:0], MATRIX), (ROW[0], MATRIX), (ROW[:, 1:31], MATRIX[:, :30])]
+)
+def test_a_product_of_rows_is_taken(impl, arguments):
+    op = ir.ops.linear_silu_and_mul
+    assert impl(op.name).accepts(op.bind(arguments)) is True
+
+
+CODE, WEIGHTS, ONE = ROW.to(torch.float8_e4m3fn), MATRIX.to(torch.float8_e4m3fn), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"x": ROW}, "x is bfloat16"),
+        ({"x_scale": torch.ones(3, 1), "weight_scale": torch.ones(1, 64)}, "one element"),
+        ({"scale": ONE.double()}, "scale is float64"),
+        ({"dtype": torch.float16}, "dtype is torch.float16"),
+        ({"fast_accumulation": False}, "fast_accumulation is False"),
+        ({"weight": WEIGHTS[:48]}, "multiple of 32 rows of 16"),
+        ({"weight": WEIGHTS[:, :24]}, "multiple of 32 rows of 16"),
+        ({"x": CODE[:, :16]}, "does not fit rows of 16"),
+    ],
+)
+def test_a_product_of_other_codes_is_refused_with_the_reason(impl, change, why):
+    given = {"x": CODE, "weight": WEIGHTS, "x_scale": ONE, "weight_scale": ONE, "scale": ONE} | change
+    op = ir.ops.scaled_linear_silu_and_mul_static_quant_fp8
+    assert why in reason(impl(op.name).accepts(op.bind((), given)))
+    assert impl(op.name).accepts(op.bind((CODE, WEIGHTS, ONE, ONE, ONE))) is True
+
+
+@pytest.mark.parametrize(
+    ("capability", "why"), [((8, 9), None), ((9, 0), None), ((8, 0), "cuda:0 has compute capability 8.0")]
+)
+def test_products_of_codes_need_a_device_that_reads_codes(monkeypatch, capability, why):
+    from irframework_triton_kernels import availability
+
+    monkeypatch.setattr(availability, "triton_runs", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    answer = availability.fp8_products_run()
+    assert answer is True if why is None else why in reason(answer)

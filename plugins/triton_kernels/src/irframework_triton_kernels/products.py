@@ -36,7 +36,7 @@ def scaled_linear_silu_and_mul_static_quant_fp8(
 
 def product_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool | ir.Rejected:
     """Sizes fit each other; how many rows there are is looked at when it runs."""
-    return sizes_fit(x, weight) if x.dim() else ir.reject("x is a scalar")
+    return sizes_fit(x, weight)
 
 
 def scaled_product_fits(

@@ -300,14 +300,14 @@ def product_tile(
         return None
     coded = element == 1
     tile_rows = max(16, power_of_two(rows))
-    columns = _columns_of_product(tile_rows, hidden, coded, multiprocessors)
+    columns = _columns_of_product(tile_rows, hidden, coded, multiprocessors, shared_memory)
     if tile_rows == 32 and (coded or columns < 64):  # the matrix unit of Hopper takes 64
-        tile_rows, columns = 64, _columns_of_product(64, hidden, coded, multiprocessors)
+        tile_rows, columns = 64, _columns_of_product(64, hidden, coded, multiprocessors, shared_memory)
     if tile_rows > columns * (2 if coded else 1):
         return None
     together = -(-hidden // (columns * multiprocessors))  # programs on one multiprocessor
     wide = (together <= 2 and (tile_rows <= 32 or columns <= 32)) or max(tile_rows, columns) <= 32
-    width = 256 if wide else 128  # bytes
+    width = 256 if wide and _two_stages(256, tile_rows, columns) <= shared_memory else 128  # bytes
     stage = width * (tile_rows + 2 * columns)
     on_their_way = (196 if together == 1 else 130) * 1024
     fewest = 4 if tile_rows >= 64 and together <= 2 and not coded else 3
@@ -317,7 +317,12 @@ def product_tile(
     return ProductTile(tile_rows, width // element, False, warps, stages=stages, columns=columns, turn=turn)
 
 
-def _columns_of_product(rows: int, hidden: int, coded: bool, multiprocessors: int) -> int:
+def _two_stages(width: int, rows: int, columns: int) -> int:
+    """Bytes of shared memory that a program of a product takes at least, `width` bytes of each row at a time."""
+    return 2 * width * (rows + 2 * columns)
+
+
+def _columns_of_product(rows: int, hidden: int, coded: bool, multiprocessors: int, shared_memory: int) -> int:
     """Columns of a program: the most that leave few multiprocessors idle.
 
     Some that have nothing to do cost less than some that work on two programs where most have one.
@@ -331,7 +336,8 @@ def _columns_of_product(rows: int, hidden: int, coded: bool, multiprocessors: in
         else:
             fewest = 1.3 if rows <= 32 else 0.65
         programs = -(-hidden // columns) / multiprocessors
-        if programs >= 1.3 or fewest <= programs <= 1:
+        fits = _two_stages(128, rows, columns) <= shared_memory
+        if fits and (programs >= 1.3 or fewest <= programs <= 1):
             break
         columns //= 2
     return columns
