@@ -350,7 +350,7 @@ def test_no_product_that_is_rounded_is_contracted_with_a_sum(case, element):
     assert not re.search(r"\bfma\.rn\.(?:bf16|f16)", ptx)
 
 
-# But for parameters, and for memory that a program shares with nobody: where the units of sm_100 keep products is told there.
+# But for parameters and shared memory, which no other kernel touches: there the units of sm_100 say where products are.
 MEMORY = r"\b(?:ld|st|atom|red|cp|prefetch)\.(?!param|shared)"
 
 
