@@ -81,9 +81,15 @@ def _rows(x: Tensor) -> Tensor:
     return x.to(torch.float64, memory_format=torch.contiguous_format)
 
 
+def _squares(h: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their sum, infinite where it is too large for what native adds up in: a program may read any bits as numbers."""
+    total: Tensor = torch.linalg.vector_norm(h, dim=-1, keepdim=True).square()
+    return total if dtype == torch.float64 else total.float().double()
+
+
 def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     h = _rows(x)
-    square = torch.linalg.vector_norm(h[..., :variance_size], dim=-1, keepdim=True).square()
+    square = _squares(h[..., :variance_size], x.dtype)
     y = h / torch.sqrt(square / (variance_size or x.shape[-1]) + epsilon)
     if x.dtype != torch.float64:
         y = y.float()
@@ -92,7 +98,7 @@ def _norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int |
 
 def _gemma_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     h = _rows(x)
-    square = torch.linalg.vector_norm(h, dim=-1, keepdim=True).square()
+    square = _squares(h, x.dtype)
     return (h / torch.sqrt(square / x.shape[-1] + epsilon) * (weight.double() + 1)).to(x.dtype)
 
 
