@@ -11,11 +11,13 @@ from irframework import errors
 pytestmark = pytest.mark.usefixtures("seeded", "natively")
 
 ELSEWHERE = ("tensor_quant_fp8", "group_quant_fp8")  # tests/ops/test_quantization.py, test_fused_block_quantization.py
+# tests/distributed/test_fused_collectives.py, tests/ops/test_gated_products.py
+BEGIN_ELSEWHERE = ("all_reduce", "scaled_linear")
 NAMES = tuple(
     name
     for name in ir.ops.__all__
     if name.endswith("_quant_fp8") and not name.endswith(ELSEWHERE)
-    if not name.startswith("all_reduce")  # tests/distributed/test_fused_collectives.py
+    if not name.startswith(BEGIN_ELSEWHERE)
 )
 STATIC = tuple(name for name in NAMES if "static" in name)
 FUSED = tuple(name for name in NAMES if name not in ("static_quant_fp8", "dynamic_quant_fp8"))
