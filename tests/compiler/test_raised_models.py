@@ -77,6 +77,20 @@ def test_a_plain_model_becomes_ops_that_round_where_it_does(family, dtype):
     torch.testing.assert_close(got, logits(model, NATIVELY), rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
 
 
+def test_a_gate_is_raised_with_the_product_in_front_of_it_where_a_provider_has_both():
+    op = ir.ops.linear_silu_and_mul
+    op.register_impl("k")(op.native)
+    try:
+        model = model_of("phi3", torch.bfloat16)
+        fusions, got = searched(model, BY_K | {op.name: ["k"]})
+    finally:
+        op.unregister_impl("k")
+    wanted = dict(raised("phi3", True))
+    gates = wanted.pop("silu_and_mul")
+    assert fusions == wanted | {op.name: gates}
+    torch.testing.assert_close(got, logits(model, NATIVELY), rtol=0, atol=0)
+
+
 def test_what_only_native_would_run_stays():
     model = model_of("llama")
     assert searched(model, NATIVELY)[0] == {}
