@@ -15,6 +15,7 @@ from typing import Any
 
 from irframework.compiler.call_arguments import Number, Value, constant, values_in
 from irframework.compiler.places import Places
+from irframework.compiler.routes import AGAIN, END, NUMBER, START, TENSOR
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
 
@@ -49,12 +50,23 @@ class Search:
 
     Each step binds something, lets what comes behind it be looked at, and takes it back: so a binding is what it is
     until the next one is asked for.
+
+    Attributes:
+        skeleton: What is looked for.
+        graph: Where.
+        places: What is known of its cores.
+        binding: What is bound now.
+        found: Where a core of the skeleton would stand whose arguments are being looked at.
+        changes: What was bound, in order, and what stood there before.
+        steps: How many were done.
     """
 
     skeleton: Skeleton
     graph: ValueTable
     places: Places
     binding: Binding = field(default_factory=Binding)
+    found: dict[int, int] = field(default_factory=dict)
+    changes: list[tuple[Any, Any, Any]] = field(default_factory=list)
     steps: int = 0
 
     def at(self, core: int, is_known: Callable[[Binding], bool]) -> Iterator[Binding]:
@@ -67,7 +79,7 @@ class Search:
         Raises:
             TooManyWaysError: There are too many.
         """
-        for _ in self._match(self.skeleton.root, Value(core, self.graph.cores[core].shape)):
+        for _ in self._match(self.skeleton.root, core):
             if not is_known(self.binding):
                 for _ in self._further(self.skeleton.others, core):
                     yield self.binding
@@ -81,65 +93,84 @@ class Search:
         places = self.graph.by_target.get(self.skeleton.table.cores[wanted[0]].target, ())
         free = (core for core in places if core not in taken)
         for core in heapq.nsmallest(_NEAR, free, key=lambda core: abs(core - root)):
-            for _ in self._match(wanted[0], Value(core, self.graph.cores[core].shape)):
+            for _ in self._match(wanted[0], core):
                 yield from self._further(wanted[1:], root)
 
-    def _match(self, wanted: int, value: Value) -> Iterator[None]:
-        self.steps += 1
-        if self.steps > _STEPS:
-            raise TooManyWaysError
-        name = self.skeleton.tensors.get(wanted)
-        if name is not None:
-            yield from self._bind(name, value)
-            return
-        core = self.places.behind(value.core)
-        cores = self.binding.cores
-        known = cores.get(wanted)
-        if known is not None:
-            if known == core:
+    def _match(self, wanted: int, core: int) -> Iterator[None]:
+        """All ways in which a core of the skeleton can stand at a core of the graph, the last choice changed first."""
+        route, behind, items_at = self.skeleton.routes[wanted], self.places.behind, self.places.items_at
+        cores, changes, parts = self.binding.cores, self.changes, self.skeleton.parts
+        items: dict[int, Sequence[Any]] = {START: (Value(core, self.graph.cores[core].shape),)}
+        others: list[tuple[int, int, Sequence[Any]]] = []  # orders not looked at yet: where, behind how many changes
+        before, at, is_way = len(changes), 0, True
+        while True:
+            while is_way and at < len(route):
+                stop = route[at]
+                at += 1
+                kind, what = stop.kind, stop.what
+                if kind == END:
+                    changes.append((cores, what, None))
+                    cores[what] = self.found[what]
+                    continue
+                found = items[stop.of][stop.place]  # `fits` has seen that there are as many
+                if (kind == NUMBER) != isinstance(found, Number):
+                    is_way = False
+                elif kind == NUMBER:
+                    is_way = self._number(what, found)
+                else:
+                    self.steps += 1
+                    if self.steps > _STEPS:
+                        raise TooManyWaysError
+                    if kind == TENSOR:
+                        is_way = self._bind(what, found)
+                        continue
+                    place = behind(found.core)
+                    if kind == AGAIN:
+                        is_way = cores[what] == place
+                        continue
+                    part = parts[what]
+                    is_way = self.places.fits(part, place)
+                    if is_way:
+                        self.found[what] = place
+                        if part.is_call:  # what it is given is read off the call itself
+                            changes.append((None, None, self.binding.call))
+                            self.binding.call = place
+                            continue
+                        given = items[what] = items_at(place)
+                        if part.target in COMMUTATIVE and len(given) >= 2 and given[0] != given[1]:
+                            others.append((at, len(changes), [given[1], given[0], *given[2:]]))
+            if is_way:
                 yield
-            return
-        part = self.skeleton.parts[wanted]
-        if not self.places.fits(part, core):
-            return
-        if part.is_call:  # what it is given is read off the call itself
-            before, self.binding.call = self.binding.call, core
-            cores[wanted] = core
-            yield
-            del cores[wanted]
-            self.binding.call = before
-            return
-        other = self.places.items_at(core)
-        orders = [other]
-        if part.target in COMMUTATIVE and len(other) >= 2 and other[0] != other[1]:
-            orders.append([other[1], other[0], *other[2:]])
-        for order in orders:
-            for _ in self._all(self.skeleton.items[wanted], order):
-                cores[wanted] = core
-                yield
-                del cores[wanted]
+            if not others:
+                self._take_back(before)
+                return
+            at, known, swapped = others.pop()
+            self._take_back(known)
+            items[route[at - 1].what] = swapped
+            is_way = True
 
-    def _all(self, ours: Sequence[tuple[int, Any]], theirs: Sequence[Any]) -> Iterator[None]:
-        if not ours:
-            yield
-            return
-        (place, wanted), *rest = ours
-        found = theirs[place]  # `fits` has seen that there are as many
-        if isinstance(wanted, str) != isinstance(found, Number):
-            return
-        for _ in self._number(wanted, found) if isinstance(wanted, str) else self._match(wanted, found):
-            yield from self._all(rest, theirs)
+    def _take_back(self, known: int) -> None:
+        """Undo all changes but the first ones."""
+        while len(self.changes) > known:
+            bound, key, value = self.changes.pop()
+            if bound is None:
+                self.binding.call = value
+            elif value is None:
+                del bound[key]
+            else:
+                bound[key] = value
 
-    def _number(self, name: str, number: Number) -> Iterator[None]:
+    def _number(self, name: str, number: Number) -> bool:
         numbers = self.binding.numbers
-        if numbers.get(name) == number:
-            yield
-        elif name not in numbers and constant(number) is not None:
+        if name in numbers:
+            return numbers[name] == number
+        is_plain = constant(number) is not None
+        if is_plain:
+            self.changes.append((numbers, name, None))
             numbers[name] = number
-            yield
-            del numbers[name]
+        return is_plain
 
-    def _bind(self, name: str, value: Value) -> Iterator[None]:
+    def _bind(self, name: str, value: Value) -> bool:
         chain = [value]
         while self.graph.cores[chain[-1].core].target in ERASED:
             chain.append(next(iter(values_in(self.graph.cores[chain[-1].core].args))))
@@ -150,10 +181,7 @@ class Search:
             cores = {each.core for each in possible}
             possible = tuple(each for each in before if each.core in cores)
             if not possible:
-                return
+                return False
+        self.changes.append((tensors, name, before))
         tensors[name] = possible
-        yield
-        if before is None:
-            del tensors[name]
-        else:
-            tensors[name] = before
+        return True

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from irframework.codegen import number_type
 from irframework.compiler.call_arguments import Number, Value, constant, values_in
 from irframework.compiler.definitions import Definitions, refusals_unlogged
+from irframework.compiler.routes import Stop, routes_to
 from irframework.compiler.shown_calls import SAMPLE, shown_calls
 from irframework.compiler.values import ERASED, ValueTable
 
@@ -69,8 +70,7 @@ class Skeleton:
         arguments: Those that it was derived for, with the numbers that stand for parameters.
         targets: What it computes with.
         parts: What must stand for each of its cores that is neither erased nor a parameter.
-        items: For these, which arguments tell something of the parameters, by their places: the core behind what is
-            erased, or the name of a number. The definition's own constants are compared when it is computed.
+        routes: For the root and each of the others, in which order they and what they are computed of are looked at.
     """
 
     op: IrOp
@@ -87,7 +87,7 @@ class Skeleton:
     arguments: tuple[Any, ...]
     targets: frozenset[str]
     parts: Mapping[int, Part]
-    items: Mapping[int, tuple[tuple[int, Any], ...]]
+    routes: Mapping[int, tuple[Stop, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,8 @@ def _skeleton(op: IrOp, arguments: tuple[Any, ...], body: IrOpImpl | None) -> Sk
     items = {core: _stripped_items(table, core) for core in working}
     parts = _parts(op, table, items, list(fixed.values()))
     telling = {core: _telling(items[core], marks) for core in items}
-    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets, parts, telling)
+    routes = routes_to((root, *others), telling, tensors, [core for core, part in parts.items() if part.is_call])
+    return Skeleton(op, fixed, table, flat, tensors, marks, *where, body, tuple(marked), targets, parts, routes)
 
 
 def _stripped_items(table: ValueTable, core: int) -> tuple[Any, ...]:
@@ -259,6 +260,8 @@ def _stripped_items(table: ValueTable, core: int) -> tuple[Any, ...]:
 
 
 def _telling(items: tuple[Any, ...], marks: Mapping[Any, str]) -> tuple[tuple[int, Any], ...]:
+    """Which arguments tell something of the parameters, by their places: the core behind what is erased, or the name of
+    a number. The definition's own constants are compared when it is computed."""
     named = [marks.get(constant(item)) if isinstance(item, Number) else item for item in items]
     return tuple((place, item) for place, item in enumerate(named) if item is not None)
 
