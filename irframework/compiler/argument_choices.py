@@ -106,5 +106,7 @@ def _whole_numbers(skeleton: Skeleton, graph: ValueTable, binding: Binding, samp
 
 
 def _whole(value: Any) -> int | None:
+    if type(value) is int:  # most are
+        return value
     plain = constant(value) if isinstance(value, Number) else value
     return int(plain) if isinstance(plain, (int, float)) and float(plain).is_integer() else None

@@ -22,7 +22,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 # Nobody changes what is made here. That it is not frozen saves half of the time of making it, which is done often.
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Value:
     """What a node computes.
 
@@ -33,6 +33,12 @@ class Value:
 
     core: int
     shape: Shape
+
+    def __hash__(self) -> int:  # few values have one core, and many are asked for
+        return self.core
+
+    def __eq__(self, other: object) -> bool:
+        return other.__class__ is Value and self.core == other.core and self.shape == other.shape
 
 
 @dataclass(slots=True)
@@ -52,11 +58,14 @@ class Core:
     dtype: Any
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(slots=True)
 class Number:
     """A constant argument: equal if torch treats it as equal."""
 
     value: Any
+
+    def __hash__(self) -> int:
+        return hash(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +182,7 @@ def mapped_values(argument: Any, change: Callable[[Value], Value]) -> Any:
     if isinstance(argument, Value):
         return change(argument)
     if isinstance(argument, tuple):
-        return tuple(mapped_values(item, change) for item in argument)
+        return tuple([mapped_values(item, change) for item in argument])
     return argument
 
 

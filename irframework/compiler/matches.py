@@ -64,17 +64,22 @@ class Judge:
         position: The order of its nodes.
         sizes: Its inputs that are symbolic sizes, by their expression.
         answers: Why ops do not run kernels of their own, for arguments that were asked about.
+        gives_away: Whether anything is given away.
     """
 
     table: ValueTable
     position: dict[Node, int]
     sizes: dict[Any, Node] = field(init=False)
     answers: dict[Any, str | None] = field(default_factory=dict)
+    gives_away: bool = field(init=False)
+    _looks: dict[Node, tuple[Any, tuple[int | None, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         inputs = [node for node in self.position if node.op == "placeholder"]
         symbols = [node for node in inputs if isinstance(node.meta.get("val"), torch.SymInt)]
         self.sizes = {node.meta["val"].node.expr: node for node in symbols}
+        donate = donate_op()
+        self.gives_away = any(node.target is donate for node in self.position)
 
     def match(
         self, skeleton: Skeleton, arguments: tuple[Any, ...], values: tuple[Value, ...], fakes: tuple[Any, ...]
@@ -89,7 +94,7 @@ class Judge:
         turned = [(v, None) if self.table.nodes.get(v.core) else self.table.turned(v) for v in values]
         root = self.table.nodes[turned[skeleton.root_index][0].core]
         last = min(root, key=lambda node: self.position[node])
-        inner = self._between([last], inputs)
+        inner = self._between([last], inputs, set())
         outputs = []
         for index, (value, _) in enumerate(turned):
             nodes = self.table.nodes.get(value.core, [])
@@ -101,7 +106,7 @@ class Judge:
             outputs.append(tuple(chosen))
         ends = [node for nodes in outputs for node in nodes]
         if ends != [last]:
-            inner = self._between(ends, inputs)
+            inner = self._between(ends, inputs, inner)
         arguments = self._given_away(skeleton.op, arguments, inner)
         orders = tuple(order for _, order in turned)
         return Match(skeleton.op, arguments, tuple(outputs), values, fakes, frozenset(inner), orders)
@@ -113,7 +118,7 @@ class Judge:
 
     def _given_away(self, op: IrOp, arguments: tuple[Any, ...], inner: set[Node]) -> tuple[Any, ...]:
         """The arguments; what the part gives away of what the op may overwrite, the op is given, too."""
-        if not op.allow_inplace:
+        if not self.gives_away or not op.allow_inplace:
             return arguments
         read = (node for reader in inner for node in reader.all_input_nodes if node.target is donate_op())
         donated = {self.table.of[node]: node for node in read}
@@ -124,19 +129,22 @@ class Judge:
             for name, argument in zip(op.signature.parameters, arguments, strict=True)
         )
 
-    def _between(self, outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
-        """What computes the outputs from the inputs, or from equal values."""
-        equal = {self.table.of[node] for node in inputs}
-        inner: set[Node] = set()
+    def _between(self, outputs: Iterable[Node], inputs: set[Node], inner: set[Node]) -> set[Node]:
+        """What computes the outputs from the inputs, or from equal values; `inner` of it is known."""
+        values = self.table.of
+        equal = {values[node] for node in inputs}
         wanted = set(outputs)
         todo = list(wanted)
         while todo:
             node = todo.pop()
-            if node in inner or node in inputs or isinstance(self.table.of.get(node), Number):  # a size is no tensor
+            if node in inner or node in inputs:
+                continue
+            value = values.get(node)
+            if isinstance(value, Number):  # a size is no tensor
                 continue
             if node.op in ("placeholder", "output"):
                 raise Refused(f"it also reads {node.name}")
-            if node not in wanted and isinstance(self.table.of.get(node), Value) and self.table.of[node] in equal:
+            if isinstance(value, Value) and value in equal and node not in wanted:
                 continue
             inner.add(node)
             todo += node.all_input_nodes
@@ -171,10 +179,11 @@ class Judge:
             shown = self.table.of[ops[0]]
             if set(match.values) <= set(shown if isinstance(shown, tuple) else (shown,)):
                 raise Refused  # else a definition that calls the op itself
+        outputs = {node for nodes in match.outputs for node in nodes}
         outside = [
             (node, user)
             for node in match.inner
-            if not any(node in nodes for nodes in match.outputs)
+            if node not in outputs
             for user in node.users
             if user not in match.inner
         ]
@@ -196,13 +205,25 @@ class Judge:
 
     def _why_not_the_op(self, match: Match) -> str | None:
         """Why the op would not run a kernel of its own for such arguments; asked once for arguments that look alike."""
-        values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
-        storages = [storage_of(each) for each in values if isinstance(each, torch.Tensor)]
+        looks = list(map(self._look_of, match.arguments))
+        storages = [storage for _, own in looks for storage in own]
         shared = tuple(map(storages.index, storages))
-        key = (match.op.name, shared, argument_key(values, offsets=True))
+        key = (match.op.name, shared, *[look for look, _ in looks])
         if key not in self.answers:
+            values = tuple(a.meta["val"] if isinstance(a, Node) else a for a in match.arguments)
             self.answers[key] = _why_not(match.op, values)
         return self.answers[key]
+
+    def _look_of(self, argument: Any) -> tuple[Any, tuple[int | None, ...]]:
+        """What of an argument a choice depends on, and its storage if it is a tensor; asked of each node once."""
+        if not isinstance(argument, Node):
+            return argument_key(argument, offsets=True), ()
+        known = self._looks.get(argument)
+        if known is None:
+            value = argument.meta["val"]
+            own = (storage_of(value),) if isinstance(value, torch.Tensor) else ()
+            known = self._looks[argument] = argument_key(value, offsets=True), own
+        return known
 
     def _check_widened(self, match: Match) -> None:
         """What plain torch widens on the way to a part is written to no memory; for an op alone it would be."""
@@ -239,6 +260,8 @@ class Judge:
                 raise Refused(f"one of its inputs depends on {node.name}, which it computes")
             seen.add(node)
             todo += node.all_input_nodes
+        if not self.table.writers:
+            return
         last = max(self.position[node] for node in (*match.inner, *seen))
         # What the op is given instead of what was read here, or the other way round, is equal until one is overwritten.
         read = {each for node in match.inner for each in node.all_input_nodes} - match.inner

@@ -57,11 +57,13 @@ class Places:
 
     def behind(self, core: int) -> int:
         """The core behind conversions, reshapes and broadcasts."""
-        for number in range(len(self._behind), core + 1):  # what a core is computed of comes before it
-            known = self.graph.cores[number]
-            source = next(iter(values_in(known.args))).core if known.target in ERASED else None
-            self._behind.append(number if source is None else self._behind[source])
-        return self._behind[core]
+        behind = self._behind
+        if core >= len(behind):
+            for number in range(len(behind), core + 1):  # what a core is computed of comes before it
+                known = self.graph.cores[number]
+                source = next(iter(values_in(known.args))).core if known.target in ERASED else None
+                behind.append(number if source is None else behind[source])
+        return behind[core]
 
     def items_at(self, core: int) -> Sequence[Any]:
         """The arguments of a core, one after the other."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from irframework.compiler.replays import Replay
 from irframework.torch_ops import NAMESPACE
 
 _NO_DEFAULT = object()
+_called: dict[int, tuple[TorchOp, Any]] = {}  # by the identity of an overload, which is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,15 @@ class TorchOp:
     parameters: tuple[tuple[str, Any], ...]
 
 
-@cache
 def torch_op(target: Any) -> TorchOp:
     """What is the same for all calls of an overload."""
+    known = _called.get(id(target))  # overloads compute their hash in Python
+    if known is None:
+        known = _called[id(target)] = (_read(target), target)
+    return known[0]
+
+
+def _read(target: Any) -> TorchOp:
     defaults = [
         (each.name, _template(each.default_value) if each.has_default_value() else _NO_DEFAULT)
         for each in target._schema.arguments

@@ -284,7 +284,7 @@ class ValueTable:
         if called.is_pointwise:
             if name == "aten::clamp" and all(isinstance(bound, Number) for bound in args[1:]):
                 return self._clamp(args, shape, dtype)
-            args = (*args[:1], *(self._number_for(arg, shape, dtype) for arg in args[1:]))
+            args = (*args[:1], *[self._number_for(arg, shape, dtype) for arg in args[1:]])
             if name in _COMMUTATIVE and all(isinstance(arg, Value) for arg in args[:2]):
                 args = (*in_order(args[0], args[1], self._recorder), *args[2:])
             return self._each(name, args, shape, dtype)
