@@ -82,20 +82,12 @@ def test_codes_are_multiplied_gated_and_quantised(launch, rows, length, hidden):
     torch.testing.assert_close(q.float(), wanted.float(), rtol=0.13, atol=2.0**-4)  # the next code
 
 
-@pytest.mark.parametrize("processors", [84, 132, 304])
-@pytest.mark.parametrize("memory", [65536, 101376, 166912, 232448])
-def test_tiles_fit_into_shared_memory(processors, memory):
-    from irframework_triton_kernels.tiles import MOST_PRODUCT_ROWS, product_tile
-
-    assert product_tile(MOST_PRODUCT_ROWS + 1, 4096, 14336, 2, processors, memory) is None
-    for rows in (1, 2, 16, 17, 32, 33, 64, 65, 128):
-        for length, hidden in ((576, 1536), (4096, 1792), (4096, 14336), (8192, 28672), (100, 7)):
-            for element in (1, 2):
-                tile = product_tile(rows, length, hidden, element, processors, memory)
-                if tile is None:
-                    assert rows > 16
-                    continue
-                assert tile.rows >= rows
-                stage = tile.block * element * (tile.rows + 2 * tile.columns)
-                assert rows == 1 or (tile.stages >= 1 and tile.stages * stage <= memory)
-                assert tile.block * element >= 16 or rows == 1
+@pytest.mark.parametrize("rows", [(0,), (1,), (2, 3), (129,)])
+def test_the_torch_ops_do_what_their_schemas_say_and_traces_get_what_calls_get(launch, rows):
+    ops, one = torch.ops.irframework_triton_kernels, torch.ones(1)
+    x, weight = random(*rows, 64).half(), random(32, 64, seed=1).half() / 8
+    both = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.linear_silu_and_mul.default, (x, weight), test_utils=both)
+    codes = (ir.ops.static_quant_fp8.native(each, one) for each in (x.flatten(0, -2), weight))
+    op = ops.scaled_linear_silu_and_mul_static_quant_fp8.default
+    torch.library.opcheck(op, (*codes, one, one, one), test_utils=both[1:])  # the other multiplies codes by numbers

@@ -342,6 +342,18 @@ def test_tiles_that_differ_in_stages_only_are_kernels_of_their_own(device, launc
     assert codes[0] != codes[1]
 
 
+def test_few_rows_of_a_product_are_one_launch_and_many_are_torchs_and_a_gate(device, launch):
+    """One launch up to 128 rows, whose kernel is the same for all that a tile has; one row has a kernel of its own."""
+    weight = rows(2 * 256, 64)
+    for count in (0, 1, 17, 40, 64, 128, 129):
+        launch.linear_silu_and_mul(rows(count, 64), weight)
+    *few, many = device.launches
+    assert [programs for programs, _, _ in few] == [256, 4, 4, 4, 2]  # of 1, 64, 64, 64 and 128 columns
+    assert few[2][1] == few[3][1]
+    launch.gated(rows(129, 512), "silu")
+    assert device.launches[-1] == many
+
+
 def test_no_kernel_is_loaded_early_of_itself(device, launch):
     """Behind a matrix product, which does not say when the next kernel may be loaded, it would cost time."""
     x, weight, scale = rows(4, 128), torch.zeros(128), torch.ones(1)
