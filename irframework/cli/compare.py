@@ -10,6 +10,7 @@ import argparse
 import copy
 import itertools
 import json
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,10 +25,12 @@ from irframework.cli.tables import print_table, progress
 from irframework.integrations.model_source import LoadedModel
 from irframework.integrations.transformers import apply
 
+_PAIRS = (("irframework eager", "transformers eager"), ("irframework compiled", "torch.compile"))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, smallest and largest of repeated measurements."""
+    """Median of repeated measurements, and the smallest and largest, or the quartiles."""
 
     median: float
     low: float
@@ -37,6 +40,12 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def between_quartiles(cls, values: Sequence[float]) -> Spread:
+        """The median and the quartiles of at least one value."""
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [*values]
+        return cls(median, low, high)
 
     def __str__(self) -> str:
         return f"{self.median:.1f} [{self.low:.1f}-{self.high:.1f}]"
@@ -62,6 +71,25 @@ class Measured:
             "first_call_seconds": self.first_call_seconds,
             "largest_logit_difference": self.largest_logit_difference,
             "same_tokens": self.same_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How fast one variant was over another one in the same round; above 1 it was faster."""
+
+    variant: str
+    over: str
+    prefill: Spread
+    decode: Spread | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The line as plain JSON types."""
+        return {
+            "variant": self.variant,
+            "over": self.over,
+            "prefill": _spread(self.prefill),
+            "decode": None if self.decode is None else _spread(self.decode),
         }
 
 
@@ -101,6 +129,7 @@ def run_comparison(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         )
         for name in variants
     ]
+    ratios = [_ratio(variant, over, rates) for variant, over in _PAIRS]
     answer = loaded.decode(list(itertools.takewhile(lambda token: token not in loaded.stop, reference.tokens)))
     if arguments.json:
         document = {
@@ -114,6 +143,7 @@ def run_comparison(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             "tokens": list(reference.tokens),
             "repeats": arguments.repeats,
             "variants": [line.to_dict() for line in lines],
+            "ratios": [ratio.to_dict() for ratio in ratios],
             "decisions": {mode: [row.to_dict() for row in found] for mode, found in rows.items()},
             "patches": patches.to_dict(),
         }
@@ -123,6 +153,7 @@ def run_comparison(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     for mode, found in rows.items():
         print_decisions(found, mode)
     _print_comparison(loaded, lines, reference, arguments.repeats)
+    _print_ratios(ratios)
     return 0
 
 
@@ -143,14 +174,30 @@ def _first_calls(
 def _measure(
     variants: dict[str, Generator], prompt: torch.Tensor, reference: Generation, repeats: int
 ) -> dict[str, list[tuple[float, float | None]]]:
-    """(prefill, decode) rates per variant; the variants take turns, so that a busy moment hits all of them."""
+    """(prefill, decode) rates per variant, one of each round.
+
+    The variants take turns, so that a busy moment hits all of them, in an order of chance: who comes behind another one
+    finds its data in the caches.
+    """
     rates: dict[str, list[tuple[float, float | None]]] = {name: [] for name in variants}
+    chance = random.Random(0)
     with progress(f"measuring, {repeats} rounds"):
         for _ in range(repeats):
-            for name, generator in variants.items():
-                run = generator.generate(prompt, len(reference.tokens), forced=reference.tokens)
+            for name in chance.sample(list(variants), len(variants)):
+                run = variants[name].generate(prompt, len(reference.tokens), forced=reference.tokens)
                 rates[name].append((run.prefill_rate, run.decode_rate))
     return rates
+
+
+def _ratio(variant: str, over: str, rates: dict[str, list[tuple[float, float | None]]]) -> Ratio:
+    rounds = list(zip(rates[variant], rates[over], strict=True))
+    decodes = [ours / theirs for (_, ours), (_, theirs) in rounds if ours is not None and theirs is not None]
+    return Ratio(
+        variant,
+        over,
+        Spread.between_quartiles([ours / theirs for (ours, _), (theirs, _) in rounds]),
+        Spread.between_quartiles(decodes) if decodes else None,
+    )
 
 
 def _difference(check: Generation, reference: Generation) -> float:
@@ -178,3 +225,13 @@ def _print_comparison(loaded: LoadedModel, lines: list[Measured], reference: Gen
     ]
     columns = ("variant", "prefill", "decode", "first call, s", "largest logit difference", "same tokens")
     print_table(title, columns, cells)
+
+
+def _print_ratios(ratios: Sequence[Ratio]) -> None:
+    cells = [(ratio.variant, ratio.over, _as_ratio(ratio.prefill), _as_ratio(ratio.decode)) for ratio in ratios]
+    title = "How fast over another one in the same round, median [quartiles]"
+    print_table(title, ("variant", "over", "prefill", "decode"), cells)
+
+
+def _as_ratio(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.3f} [{spread.low:.3f}-{spread.high:.3f}]"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from irframework.cli import main
+from irframework.cli import compare, main
 
 Json = Callable[..., tuple[int, Any]]
 TINY = ("run", "--model", "random:llama-tiny", "--max-new-tokens", "4")
@@ -82,6 +82,27 @@ def test_compare_measures_four_variants_on_the_same_tokens(as_json: Json) -> Non
         assert line["largest_logit_difference"] < 1e-4
         assert line["same_tokens"]
         assert line["decode_tokens_per_second"]["low"] <= line["decode_tokens_per_second"]["high"]
+    pairs = {ratio["variant"]: ratio["over"] for ratio in document["ratios"]}
+    assert pairs == {"irframework eager": "transformers eager", "irframework compiled": "torch.compile"}
+    for ratio in document["ratios"]:
+        assert 0 < ratio["decode"]["low"] <= ratio["decode"]["median"] <= ratio["decode"]["high"]
+
+
+def test_rates_are_compared_within_a_round() -> None:
+    rates = {"ours": [(2.0, 8.0), (20.0, 30.0), (6.0, 9.0)], "theirs": [(1.0, 4.0), (10.0, 10.0), (2.0, 9.0)]}
+    ratio = compare._ratio("ours", "theirs", rates)
+    assert (ratio.prefill.low, ratio.prefill.median, ratio.prefill.high) == (2.0, 2.0, 2.5)
+    assert ratio.decode is not None
+    assert (ratio.decode.low, ratio.decode.median, ratio.decode.high) == (1.5, 2.0, 2.5)
+    alone = compare._ratio("ours", "theirs", {"ours": [(3.0, None)], "theirs": [(2.0, None)]})
+    assert (alone.prefill.median, alone.decode) == (1.5, None)
+
+
+def test_compare_prints_rates_and_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--compare", "--repeats", "1", "--max-new-tokens", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Tokens per second, median [low-high] of 1" in printed
+    assert "How fast over another one in the same round, median [quartiles]" in printed
 
 
 def test_one_token_has_no_decode_rate(as_json: Json) -> None:
