@@ -15,10 +15,11 @@ from typing import Any
 
 from irframework.compiler.call_arguments import Number, Value, constant, values_in
 from irframework.compiler.places import Places
-from irframework.compiler.routes import AGAIN, END, NUMBER, START, TENSOR
+from irframework.compiler.routes import START, StopKind
 from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.values import COMMUTATIVE, ERASED, ValueTable
 
+_, _AGAIN, _TENSOR, _NUMBER, _END = StopKind  # asked for too often to be looked up each time
 _STEPS = 4000  # of one search; more means that a definition fits in too many ways
 _NEAR = 8  # places at which a further output is looked for
 
@@ -108,24 +109,24 @@ class Search:
                 stop = route[at]
                 at += 1
                 kind, what = stop.kind, stop.what
-                if kind == END:
+                if kind is _END:
                     changes.append((cores, what, None))
                     cores[what] = self.found[what]
                     continue
                 found = items[stop.of][stop.place]  # `fits` has seen that there are as many
-                if (kind == NUMBER) != isinstance(found, Number):
+                if (kind is _NUMBER) != isinstance(found, Number):
                     is_way = False
-                elif kind == NUMBER:
+                elif kind is _NUMBER:
                     is_way = self._number(what, found)
                 else:
                     self.steps += 1
                     if self.steps > _STEPS:
                         raise TooManyWaysError
-                    if kind == TENSOR:
+                    if kind is _TENSOR:
                         is_way = self._bind(what, found)
                         continue
                     place = behind(found.core)
-                    if kind == AGAIN:
+                    if kind is _AGAIN:
                         is_way = cores[what] == place
                         continue
                     part = parts[what]

@@ -1,7 +1,7 @@
 """Fusion by definition: parts of a graph that compute what an op's native body computes become that op.
 
 Owns the pass: which definitions are looked for, whether a candidate is the same function, whether it may be replaced,
-and the replacement. Does not find candidates (`skeletons.py`), number values (`values.py`), nor choose kernels: a
+and the replacement. Does not find candidates (`candidates.py`), number values (`values.py`), nor choose kernels: a
 definition is matched only where dispatch chooses a provider other than native for it.
 """
 
@@ -102,7 +102,8 @@ class _Fusion:
         for node, value in self.table.of.items():
             if isinstance(value, Value):
                 self.places.setdefault(self._shows(value), []).append(node)
-        self.sizes = {skeleton.op.name: skeleton.size for skeleton in reversed(skeletons)}
+        for skeleton in skeletons:
+            self.sizes[skeleton.op.name] = max(skeleton.size, self.sizes.get(skeleton.op.name, 0))
         for skeleton in skeletons:
             self._look_for(skeleton)
         for node, miss in sorted(self.misses.items(), key=lambda item: self.position.get(item[0], 0)):

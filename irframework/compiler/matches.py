@@ -23,6 +23,7 @@ from irframework.compiler.skeletons import Skeleton
 from irframework.compiler.tracing import strides_for
 from irframework.compiler.values import CONVERT, ValueTable
 from irframework.dispatch import resolve, why_not_now
+from irframework.errors import PredicateGuardError
 from irframework.impl import IrOpImpl
 from irframework.op import NATIVE, IrOp
 from irframework.torch_ops import op_of
@@ -65,6 +66,8 @@ class Judge:
         sizes: Its inputs that are symbolic sizes, by their expression.
         answers: Why ops do not run kernels of their own, for arguments that were asked about.
         gives_away: Whether anything is given away.
+
+    What a node looks like, and where it is kept, is asked of each node once.
     """
 
     table: ValueTable
@@ -322,7 +325,10 @@ def _why_not(op: IrOp, values: tuple[Any, ...]) -> str | None:
     domain = _outside_of_domain(op, values)
     if domain is not None:
         return f"outside of the op's domain: {domain}"
-    decision = resolve(op, values, mode="inductor")
+    try:
+        decision = resolve(op, values, mode="inductor")
+    except PredicateGuardError as error:  # of a call it would be an error; what no one called stays as it is
+        return str(error)
     if decision.provider != NATIVE:
         return None
     refused = [c for c in decision.candidates if c.reason is not None and c.provider != NATIVE]

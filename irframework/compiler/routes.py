@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 START = -1  # the core whose only argument is what a route begins with
-PART, AGAIN, TENSOR, NUMBER, END = range(5)
+
+
+class StopKind(Enum):
+    """What a stop is: a core that is looked into, one that an earlier stop was, a parameter, or the end of a core."""
+
+    PART = auto()
+    AGAIN = auto()
+    TENSOR = auto()
+    NUMBER = auto()
+    END = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +29,13 @@ class Stop:
     """What is looked at in one step.
 
     Attributes:
-        kind: `PART` is a core that is looked into, `AGAIN` one that an earlier stop was, `TENSOR` and `NUMBER` are
-            parameters, `END` comes behind all that a core is computed of.
+        kind: What is looked at; `END` comes behind all that a core is computed of.
         what: The core; of a parameter the name.
         of: The core that it is an argument of, which was looked at before.
         place: Its place among the arguments of that one.
     """
 
-    kind: int
+    kind: StopKind
     what: Any
     of: int = START
     place: int = 0
@@ -51,16 +60,16 @@ def routes_to(
 
     def look(item: Any, of: int, place: int) -> None:
         if isinstance(item, str):
-            stops.append(Stop(NUMBER, item, of, place))
+            stops.append(Stop(StopKind.NUMBER, item, of, place))
         elif item in tensors:
-            stops.append(Stop(TENSOR, tensors[item], of, place))
+            stops.append(Stop(StopKind.TENSOR, tensors[item], of, place))
         elif item in seen:
-            stops.append(Stop(AGAIN, item, of, place))
+            stops.append(Stop(StopKind.AGAIN, item, of, place))
         else:
-            stops.append(Stop(PART, item, of, place))
+            stops.append(Stop(StopKind.PART, item, of, place))
             for at, each in () if item in calls else items[item]:
                 look(each, item, at)
-            stops.append(Stop(END, item))
+            stops.append(Stop(StopKind.END, item))
             seen.add(item)
 
     found: dict[int, tuple[Stop, ...]] = {}

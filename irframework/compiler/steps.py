@@ -19,7 +19,7 @@ from irframework.compiler.replays import Replay
 from irframework.torch_ops import NAMESPACE
 
 _NO_DEFAULT = object()
-_called: dict[int, tuple[TorchOp, Any]] = {}  # by the identity of an overload, which is kept
+_torch_ops: dict[int, tuple[TorchOp, Any]] = {}  # by the identity of an overload, which is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,14 @@ class TorchOp:
 
 def torch_op(target: Any) -> TorchOp:
     """What is the same for all calls of an overload."""
-    known = _called.get(id(target))  # overloads compute their hash in Python
+    known = _torch_ops.get(id(target))  # overloads compute their hash in Python
     if known is None:
-        known = _called[id(target)] = (_read(target), target)
+        known = _torch_ops[id(target)] = (_read_overload(target), target)
     return known[0]
 
 
-def _read(target: Any) -> TorchOp:
+def _read_overload(target: Any) -> TorchOp:
+    """What its schema and its tags say."""
     defaults = [
         (each.name, _template(each.default_value) if each.has_default_value() else _NO_DEFAULT)
         for each in target._schema.arguments

@@ -130,6 +130,12 @@ def test_a_value_that_is_used_twice_is_looked_at_once(fused):
     assert searched(tower, X).fusions == {op.name: 1}
 
 
+def test_an_order_that_does_not_fit_leaves_nothing_behind(fused):
+    op = fused(body_of(lambda x, y: x * y - tanh(x)))
+    for program in (lambda x, y: x * y - tanh(x), lambda x, y: x * y - tanh(y)):
+        assert searched(program, X, Y).fusions == {op.name: 1}
+
+
 # --- arguments -----------------------------------------------------------------------------------------------------
 
 

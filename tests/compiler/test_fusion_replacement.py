@@ -191,6 +191,20 @@ def test_rows_that_are_cut_are_other_rows_however_many_there_are(fused):
     assert report().fusions == {}
 
 
+def test_what_a_predicate_would_guard_stays_as_it_is(fused):
+    """Of a call of the op it is an error; nobody called it."""
+    op = fused(gated)
+    op.unregister_impl("k")
+    op.register_impl("k", supports_args=lambda x, y: x.shape[0] % 4 == 0)(op.native)
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    run(lambda x, w: tanh(x) * w, x, W)
+    assert report().fusions == {}
+    (miss,) = [miss for miss in report().missed_fusions if miss.op == op.name]
+    assert "k" in miss.reason
+    assert "% 4" in miss.reason or "Mod" in miss.reason
+
+
 def test_one_size_of_an_output_may_follow_from_the_others(fused):
     op = fused(gated)
     x = X.clone()
