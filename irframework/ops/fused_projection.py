@@ -12,9 +12,9 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.activation import silu_and_mul
-from irframework.ops.projection import linear
-from irframework.ops.quantization import allow_one_code, check_scale_values, scales, static_quant_fp8
-from irframework.ops.scaled_projection import scaled_linear, scaled_products
+from irframework.ops.projection import check_projection, linear
+from irframework.ops.quantization import allow_one_code, check_scale, check_scale_values, scales, static_quant_fp8
+from irframework.ops.scaled_projection import check_scaled_projection, scaled_linear, scaled_products
 
 
 def _check_halves(op: str, weight: Tensor) -> None:
@@ -37,7 +37,7 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
         bias: `[2 * hidden]`, the dtype of x, or None.
 
     Returns:
-        `[..., hidden]`, the dtype of x; product and SiLU are each rounded to that dtype.
+        `[..., hidden]`, the dtype of x; the product, its SiLU, and what comes of both halves are each rounded to that.
 
     Raises:
         ArgumentError: As `linear`; or the weight has an odd number of rows.
@@ -45,6 +45,7 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), SwiGLU.
     """
     _check_halves("linear_silu_and_mul", weight)
+    check_projection("linear_silu_and_mul", x, weight, bias)
     y: Tensor = silu_and_mul.native(linear.native(x, weight, bias))
     return y
 
@@ -81,12 +82,18 @@ def scaled_linear_silu_and_mul_static_quant_fp8(
         fast_accumulation: As for `scaled_linear`.
 
     Returns:
-        `[rows, hidden]`, float8_e4m3fn; product, SiLU and what it multiplies are each rounded to dtype before.
+        `[rows, hidden]`, float8_e4m3fn; the product, its SiLU, and what comes of both halves are each rounded to dtype
+        before.
 
     Raises:
         ArgumentError: As `scaled_linear` and `static_quant_fp8`; or the weight has an odd number of rows.
+
+    Source: as of `linear_silu_and_mul`, `scaled_linear` and `static_quant_fp8`.
     """
-    _check_halves("scaled_linear_silu_and_mul_static_quant_fp8", weight)
+    op = "scaled_linear_silu_and_mul_static_quant_fp8"
+    _check_halves(op, weight)
+    check_scaled_projection(op, x, weight, x_scale, weight_scale, dtype)
+    check_scale(op, "scale", scale)
     product = scaled_linear.native(x, weight, x_scale, weight_scale, dtype, fast_accumulation)
     q: Tensor = static_quant_fp8.native(silu_and_mul.native(product), scale)
     return q

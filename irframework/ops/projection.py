@@ -17,7 +17,12 @@ from irframework.ops.layernorm import check_floating, widened
 from irframework.symbolic import same_sizes
 
 
-def _check_projection(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def check_projection(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless a matrix, and a vector if there is one, fit the rows of x.
+
+    Raises:
+        ArgumentError: Names the op, the argument, and what it has.
+    """
     check_floating(op, "x", x)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
@@ -57,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Source: the layer of every network; torch's `linear`.
     """
-    _check_projection("linear", x, weight, bias)
+    check_projection("linear", x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -161,7 +166,7 @@ def logits(
 
     Source: the head of every language model; cap as in Gemma 2, scale as in Cohere's Command R.
     """
-    _check_projection("logits", x, weight, bias)
+    check_projection("logits", x, weight, bias)
     if soft_cap is not None and not soft_cap > 0:
         raise ArgumentError(f"Op 'logits': soft_cap must be more than 0, or None; got {soft_cap!r}.")
     if org_vocab_size is not None:

@@ -67,7 +67,7 @@ def scaled_linear(
     """Multiply rows of codes by a matrix of codes: `y = (x * x_scale) @ (weight * weight_scale.T).T`.
 
     It is `torch._scaled_mm(x, weight.t(), x_scale, weight_scale, out_dtype=dtype, use_fast_accum=fast_accumulation)`:
-    added up in float32 and rounded to dtype once. On the CPU torch takes all that is described here, but no empty x.
+    added up in float32 and rounded to dtype once. On the CPU torch takes all that is described here, but nothing empty.
     On GPUs it takes rows of a multiple of 16 codes, and of the weight a multiple of 16 rows. What torch has no product
     for, and what wants gradients, is computed from the numbers that the codes and scales stand for, in float32. Devices
     on which torch multiplies no such codes, and dtypes that it does not round to there, are torch's own errors.
@@ -93,8 +93,10 @@ def scaled_linear(
     """
     check_scaled_projection("scaled_linear", x, weight, x_scale, weight_scale, dtype)
     if not _torch_multiplies(x, weight, x_scale, weight_scale):
-        rows = x.to(torch.float32) * x_scale
-        columns = weight.to(torch.float32).t() * weight_scale
+        one_each = x_scale.numel() == weight_scale.numel() == 1
+        of_rows, of_columns = (each.reshape(()) if one_each else each for each in (x_scale, weight_scale))
+        rows = x.to(torch.float32) * of_rows
+        columns = weight.to(torch.float32).t() * of_columns
         return (rows @ columns).to(dtype)
     return torch._scaled_mm(
         _as_multiplied(x),
@@ -107,12 +109,21 @@ def scaled_linear(
 
 
 def _torch_multiplies(x: Tensor, weight: Tensor, *scales: Tensor) -> bool:
-    """Whether torch has a product for these: none that is differentiable, and on CPUs none without rows."""
+    """Whether torch has a product for these.
+
+    It has none that is differentiable, and on CPUs none without rows; of empty rows it returns memory as it finds it.
+    """
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, weight, *scales)):
         return False
+    if _is_zero(weight.shape[1]):
+        return False
     if x.device.type == "cpu":
-        return not (isinstance(x.shape[0], int) and x.shape[0] == 0)
+        return not _is_zero(x.shape[0])
     return weight.shape[0] % _WHOLE == 0 and weight.shape[1] % _WHOLE == 0
+
+
+def _is_zero(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 0  # symbolic ones are taken for others
 
 
 def _as_multiplied(codes: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from op_checks import DTYPES, check_compiled, check_compiled_gradients, check_de
 
 import irframework as ir
 from irframework import errors
+from irframework.ops import scaled_projection
 
 pytestmark = pytest.mark.usefixtures("natively")
 
@@ -55,7 +56,7 @@ def test_a_product_with_a_gate_is_its_parts_bit_for_bit(shape, dtype, biased):
 def test_a_product_with_a_gate_names_the_argument_that_does_not_fit(wrong, problem):
     good = {"x": torch.ones(2, 4), "weight": torch.ones(6, 4), "bias": torch.ones(6)}
     ir.ops.linear_silu_and_mul(**good)
-    with pytest.raises(errors.ArgumentError, match=problem):
+    with pytest.raises(errors.ArgumentError, match=f"^Op 'linear_silu_and_mul': .*{problem}"):
         ir.ops.linear_silu_and_mul(**good | wrong)
 
 
@@ -76,6 +77,15 @@ def test_a_product_of_codes_is_torchs(by_row):
     x, weight, a, b = given = codes(by_row=by_row)
     want = torch._scaled_mm(x, weight.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
     assert torch.equal(ir.ops.scaled_linear(*given), want)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_empty_rows_have_a_product_of_zeros(by_row):
+    """Of which torch (2.13) returns memory as it finds it on CPUs."""
+    for number in range(1, 20):
+        used = torch.full((5, 32), float(number))
+        del used
+        assert torch.equal(ir.ops.scaled_linear(*codes(5, 0, by_row=by_row), torch.float32), torch.zeros(5, 32))
 
 
 @pytest.mark.parametrize("by_row", [False, True])
@@ -108,6 +118,52 @@ def test_scales_of_a_product_of_codes_have_the_gradients_of_the_numbers_that_the
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_one_number_is_a_scale_in_any_number_of_dimensions(rows, differentiable):
+    x, weight, *scales = codes(rows)
+    want = ir.ops.scaled_linear(x, weight, *scales, torch.float32)
+    scales = [each.detach().reshape(1, 1, 1).requires_grad_(differentiable) for each in scales]
+    got = ir.ops.scaled_linear(x, weight, *scales, torch.float32)
+    torch.testing.assert_close(got, want, check_stride=True)
+
+
+def test_codes_and_scales_may_lie_anywhere():
+    x, weight, *scales = given = codes(5, 33, 7)
+    want = ir.ops.scaled_linear(*given)
+    for far in (
+        (torch.stack((x, x), -1)[..., 1], weight, *scales),
+        (x, weight.t().contiguous().t(), *scales),
+        (torch.cat((x[:1], x), 0)[1:], torch.cat((weight[:1], weight), 0)[1:], *scales),
+        (x[:1].expand(5, 33), weight[:, :1].expand(7, 33), *scales),
+        (x, weight, *(torch.stack((each.view(1),) * 2)[1] for each in scales)),
+    ):
+        assert torch.equal(ir.ops.scaled_linear(*far), ir.ops.scaled_linear(*(each.clone() for each in far)))
+        for each in far[:2]:
+            laid = scaled_projection._as_multiplied(each)
+            assert torch.equal(laid.float(), each.float())
+            assert laid.stride(1) == 1
+            assert laid.stride(0) >= 33
+            assert laid.storage_offset() % 16 == 0
+        for each in far[2:]:
+            assert scaled_projection._begun_with(each).storage_offset() % 4 == 0
+    assert ir.ops.scaled_linear(*given).equal(want)
+
+
+def test_what_lies_as_torch_wants_it_is_not_copied():
+    x, weight, x_scale, weight_scale = codes(5, 32, 16, by_row=True)
+    for each in (x, weight, x[1:], torch.zeros(4, 48).to(FP8)[:, 16:]):
+        assert scaled_projection._as_multiplied(each) is each
+    for each in (x_scale, weight_scale, x_scale[4:]):
+        assert scaled_projection._begun_with(each) is each
+
+
+def test_torch_multiplies_codes_on_gpus_in_multiples_of_16_only():
+    for columns, out, can in ((32, 16, True), (33, 16, False), (32, 8, False), (0, 16, False)):
+        given = [each.to("meta") for each in codes(0, columns, out)]
+        assert scaled_projection._torch_multiplies(*given) is can
+
+
 WRONG = [
     ({"x": torch.ones(2, 16)}, "'x' must be a matrix of float8_e4m3fn, it has dtype torch.float32"),
     ({"x": torch.ones(2, 3, 16).to(FP8)}, "'x' must be a matrix of float8_e4m3fn.*\\(2, 3, 16\\)"),
@@ -132,7 +188,7 @@ def test_products_of_codes_name_the_argument_that_does_not_fit(name, wrong, prob
     good |= {"scale": one} if name == SCALED else {}
     op = getattr(ir.ops, name)
     op(**good)
-    with torch.no_grad(), pytest.raises(errors.ArgumentError, match=problem):
+    with torch.no_grad(), pytest.raises(errors.ArgumentError, match=f"^Op '{name}': .*{problem}"):
         op(**good | wrong)
 
 
@@ -147,7 +203,7 @@ def test_products_of_codes_name_the_argument_that_does_not_fit(name, wrong, prob
 def test_what_ends_in_codes_names_its_own_arguments_too(wrong, problem):
     one = torch.ones(1)
     good = {"x": torch.ones(2, 16).to(FP8), "weight": torch.ones(6, 16).to(FP8), "x_scale": one, "weight_scale": one}
-    with pytest.raises(errors.ArgumentError, match=problem):
+    with pytest.raises(errors.ArgumentError, match=f"^Op '{SCALED}': .*{problem}"):
         getattr(ir.ops, SCALED)(**good | {"scale": one} | wrong)
 
 
