@@ -510,3 +510,15 @@ def test_what_inductor_copies_of_a_kernel_is_all_that_it_needs(case, tmp_path):
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     assert compiled(case, "sm_90", kernel=getattr(copy, case.kernel)).asm["cubin"]
+
+
+@pytest.mark.parametrize("case", CASES + FEW, ids=str)
+def test_strides_are_multiplied_in_64_bits(case):
+    """A stride of less than 2**31 is an argument of 32 bits; what it is multiplied by makes more of it."""
+    ttir = compiled(case, "sm_90", aligned=True).asm["ttir"]
+    narrow = set(re.findall(r"%\w*stride\w*(?=: i32)", ttir))
+    for name, op, rest in re.findall(r"(%\w+) = ([\w.]+) (.*)", ttir):
+        if narrow & set(re.findall(r"%\w+", rest)):
+            if op in ("tt.splat", "tt.expand_dims", "tt.broadcast"):
+                narrow.add(name)
+            assert op != "arith.muli" or "i64" in rest, f"{name} = {op} {rest}"

@@ -28,6 +28,15 @@ def arguments(rows: int, length: int, hidden: int, dtype: torch.dtype) -> tuple[
     return random(rows, length, dtype=dtype), (random(2 * hidden, length, seed=1) / length**0.5).to(dtype)
 
 
+def tile_of(rows: int):
+    """A tile for as many rows: of the interpreter's own, most would be left to torch. None for what always is."""
+    from irframework_triton_kernels.product_tiles import MOST_PRODUCT_ROWS, ProductTile
+
+    if rows == 1 or rows > MOST_PRODUCT_ROWS:
+        return None
+    return ProductTile(max(16, 1 << (rows - 1).bit_length()), 32, False, 4, stages=2, columns=16, turn=5)
+
+
 def assert_gated(y: Tensor, x: Tensor, weight: Tensor) -> None:
     """Against float64. The interpreter cuts what does not fit in bfloat16, where a device rounds it."""
     wanted = ir.ops.linear_silu_and_mul.native(x.double(), weight.double())
@@ -37,11 +46,11 @@ def assert_gated(y: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("rows", [1, 2, 17, 64, 129])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64, 128, 129])
 @pytest.mark.parametrize(("length", "hidden"), SIZES)
 def test_rows_are_multiplied_and_gated(launch, rows, length, hidden, dtype):
     x, weight = arguments(rows, length, hidden, dtype)
-    assert_gated(launch.linear_silu_and_mul(x, weight), x, weight)
+    assert_gated(launch.linear_silu_and_mul(x, weight, tile=tile_of(rows)), x, weight)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -63,7 +72,7 @@ def test_nothing_is_multiplied_to_nothing(launch, rows, length, hidden):
 @pytest.mark.parametrize("turn", [0, 1, 5])
 @pytest.mark.parametrize("columns", [16, 64])
 def test_a_tile_may_be_given_and_its_programs_begin_anywhere_in_a_row(launch, columns, turn):
-    from irframework_triton_kernels.tiles import ProductTile
+    from irframework_triton_kernels.product_tiles import ProductTile
 
     x, weight = arguments(20, 100, 50, torch.float16)
     tile = ProductTile(32, 32, False, 4, stages=2, columns=columns, turn=turn)
@@ -76,10 +85,17 @@ def test_codes_are_multiplied_gated_and_quantised(launch, rows, length, hidden):
     x, weight = arguments(rows, length, hidden, torch.float32)
     x_scale, weight_scale, scale = (torch.tensor([each]) for each in (1 / 32, 1 / 1024, 1 / 64))
     codes = ir.ops.static_quant_fp8.native(x, x_scale), ir.ops.static_quant_fp8.native(weight, weight_scale)
-    q = launch.scaled_linear_silu_and_mul_static_quant_fp8(*codes, x_scale, weight_scale, scale)
-    wanted = ir.ops.scaled_linear_silu_and_mul_static_quant_fp8.native(*codes, x_scale, weight_scale, scale)
+    given = (*codes, x_scale, weight_scale, scale)
+    q = launch.scaled_linear_silu_and_mul_static_quant_fp8(*given, tile=tile_of(rows))
+    wanted = ir.ops.scaled_linear_silu_and_mul_static_quant_fp8.native(*given)
     assert (q.shape, q.dtype) == (wanted.shape, torch.float8_e4m3fn)
     torch.testing.assert_close(q.float(), wanted.float(), rtol=0.13, atol=2.0**-4)  # the next code
+
+
+def test_a_tile_of_fewer_rows_is_an_error(launch):
+    x, weight = arguments(17, 64, 32, torch.float16)
+    with pytest.raises(ValueError, match="A tile of 16 rows was given for 17 rows"):
+        launch.linear_silu_and_mul(x, weight, tile=tile_of(16))
 
 
 @pytest.mark.parametrize("rows", [(0,), (1,), (2, 3), (129,)])

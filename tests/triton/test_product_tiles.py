@@ -12,7 +12,7 @@ PROCESSORS = (84, 108, 132, 304)
 
 
 def chosen(rows: int, length: int, hidden: int, element: int, processors: int, memory: int):
-    from irframework_triton_kernels.tiles import product_tile
+    from irframework_triton_kernels.product_tiles import product_tile
 
     return product_tile(rows, length, hidden, element, processors, memory)
 
@@ -33,6 +33,22 @@ def test_tiles_have_all_rows_and_their_stages_fit_into_shared_memory(processors,
                 assert tile.block * element >= 16 or rows == 1
 
 
+@pytest.mark.parametrize(
+    ("hidden", "element", "columns"),
+    [
+        (14336, 2, {1: 1, 16: 128, 32: 128, 64: 128, 128: 128}),
+        (28672, 2, {1: 1, 16: 128, 32: 128, 64: 128, 128: 128}),
+        (1792, 2, {1: 1, 16: 16, 32: None, 64: None, 128: None}),
+        (14336, 1, {1: 1, 16: 64, 32: 32, 64: 32, 128: 64}),
+        (28672, 1, {1: 1, 16: 64, 32: 32, 64: 32, 128: 64}),
+        (1792, 1, {1: 1, 16: 16, 32: None, 64: None, 128: None}),
+    ],
+)
+def test_an_h200_has_the_tiles_that_were_measured(hidden, element, columns):
+    tiles = {rows: chosen(rows, 4096, hidden, element, 132, 232448) for rows in columns}
+    assert {rows: tile and tile.columns for rows, tile in tiles.items()} == columns
+
+
 @pytest.mark.parametrize("element", [1, 2])
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_three_of_five_multiprocessors_have_a_program_unless_it_has_as_few_columns_as_can_be(processors, element):
@@ -47,7 +63,7 @@ def test_three_of_five_multiprocessors_have_a_program_unless_it_has_as_few_colum
 @pytest.mark.parametrize("element", [1, 2])
 @pytest.mark.parametrize("memory", MEMORY)
 def test_many_rows_have_no_tile(memory, element):
-    from irframework_triton_kernels.tiles import MOST_PRODUCT_ROWS
+    from irframework_triton_kernels.product_tiles import MOST_PRODUCT_ROWS
 
     for length, hidden in SIZES:
         assert chosen(MOST_PRODUCT_ROWS + 1, length, hidden, element, 132, memory) is None

@@ -79,6 +79,15 @@ def test_rows_and_weights_may_lie_apart_and_begin_anywhere(rows):
     assert_gated(ir.ops.linear_silu_and_mul(x, weight), x, weight)
 
 
+def test_a_weight_may_lie_as_far_apart_as_32_bits_do_not_count():
+    memory = torch.empty(31 * 2**27 + 64, dtype=torch.float16, device="cuda")
+    weight = memory.as_strided((32, 64), (2**27, 1))
+    weight.copy_(random(32, 64, seed=2) / 8)
+    for rows in (1, 16):
+        x = random(rows, 64, dtype=torch.float16)
+        assert_gated(ir.ops.linear_silu_and_mul(x, weight), x, weight.contiguous())
+
+
 @pytest.mark.parametrize("shape", [(0, 4096), (2, 0, 4096), (2, 3, 4096), (2, 100, 4096), (4096,)])
 def test_there_may_be_no_rows_and_any_rank(shape):
     x, weight = random(*shape, dtype=torch.bfloat16), values(1, 4096, 512, torch.bfloat16)[1]

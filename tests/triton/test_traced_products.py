@@ -17,7 +17,7 @@ LENGTH, HIDDEN = 64, 32
 def asked(monkeypatch):
     """The numbers of rows that tiles were asked for; no kernel runs, and its results are zeros."""
     from irframework_triton_kernels.launch import call, products
-    from irframework_triton_kernels.tiles import ProductTile
+    from irframework_triton_kernels.product_tiles import ProductTile
 
     seen = []
 

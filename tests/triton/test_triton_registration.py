@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import irframework as ir
+from irframework.dispatch import why_never
 
 OPS = (
     "rms_norm",
@@ -562,7 +565,7 @@ CODE, WEIGHTS, ONE = ROW.to(torch.float8_e4m3fn), MATRIX.to(torch.float8_e4m3fn)
         ({"dtype": torch.float16}, "dtype is torch.float16"),
         ({"fast_accumulation": False}, "fast_accumulation is False"),
         ({"weight": WEIGHTS[:48]}, "multiple of 32 rows of 16"),
-        ({"weight": WEIGHTS[:, :24]}, "multiple of 32 rows of 16"),
+        ({"x": CODE[:, :24], "weight": WEIGHTS[:, :24]}, "multiple of 32 rows of 16"),
         ({"x": CODE[:, :16]}, "does not fit rows of 16"),
     ],
 )
@@ -571,6 +574,29 @@ def test_a_product_of_other_codes_is_refused_with_the_reason(impl, change, why):
     op = ir.ops.scaled_linear_silu_and_mul_static_quant_fp8
     assert why in reason(impl(op.name).accepts(op.bind((), given)))
     assert impl(op.name).accepts(op.bind((CODE, WEIGHTS, ONE, ONE, ONE))) is True
+
+
+@pytest.mark.parametrize("name", ["linear_silu_and_mul", "scaled_linear_silu_and_mul_static_quant_fp8"])
+def test_products_look_at_no_symbolic_size(impl, name):
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment)
+    dtype = torch.bfloat16 if name == "linear_silu_and_mul" else torch.float8_e4m3fn
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    x, weight = (
+        mode.from_tensor(torch.empty(size, dtype=dtype, device="meta"), symbolic_context=sizes)
+        for size in ((5, 48), (64, 48))
+    )
+    scales = () if name == "linear_silu_and_mul" else (mode.from_tensor(torch.empty(1, device="meta")),) * 3
+    op = getattr(ir.ops, name)
+    assert "symbolic" in reason(impl(name).accepts(op.bind((x, weight, *scales))))
+    assert not environment.guards
+
+
+def test_who_asks_for_another_device_does_not_begin_cuda(monkeypatch, impl):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("asked CUDA"))
+    asked = impl("scaled_linear_silu_and_mul_static_quant_fp8")
+    assert "cpu" in why_never(asked, "cpu")
+    assert "no Intel GPU" in why_never(asked, "xpu")
 
 
 @pytest.mark.parametrize(

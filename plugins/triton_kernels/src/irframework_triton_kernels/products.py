@@ -10,7 +10,7 @@ import irframework as ir
 from irframework_triton_kernels.availability import fp8_products_run
 from irframework_triton_kernels.conditions import launches
 
-HALVES = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 _WHOLE = 16  # torch's product, which has many rows, takes multiples of it only
 
 
@@ -36,7 +36,7 @@ def scaled_linear_silu_and_mul_static_quant_fp8(
 
 def product_fits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool | ir.Rejected:
     """Sizes fit each other; how many rows there are is looked at when it runs."""
-    return sizes_fit(x, weight)
+    return _sizes_fit(x, weight)
 
 
 def scaled_product_fits(
@@ -53,13 +53,16 @@ def scaled_product_fits(
         return ir.reject(f"dtype is {dtype}, needs torch.bfloat16")
     if not fast_accumulation:
         return ir.reject("fast_accumulation is False; the kernel's sums are fast ones")
-    if weight.shape[0] % (2 * _WHOLE) or weight.shape[1] % _WHOLE:
+    fit = _sizes_fit(x, weight)
+    if fit is True and (weight.shape[0] % (2 * _WHOLE) or weight.shape[1] % _WHOLE):
         return ir.reject(f"weight has shape {tuple(weight.shape)}, needs a multiple of {2 * _WHOLE} rows of {_WHOLE}")
-    return sizes_fit(x, weight)
+    return fit
 
 
-def sizes_fit(x: Tensor, weight: Tensor) -> bool | ir.Rejected:
+def _sizes_fit(x: Tensor, weight: Tensor) -> bool | ir.Rejected:
     """The weight is as long as a row, and has two halves; one that does not is a mistake that native explains."""
+    if not all(isinstance(size, int) for size in (*weight.shape, x.shape[-1])):
+        return ir.reject("sizes of the weight are symbolic; those of a module's weight are not")
     if weight.shape[1] != x.shape[-1]:
         return ir.reject(f"weight has shape {tuple(weight.shape)}, does not fit rows of {x.shape[-1]}")
     if weight.shape[0] % 2:
@@ -73,7 +76,7 @@ def register(add: Callable[..., Any]) -> None:
     # Few rows are summed up in another order than many.
     add(
         linear_silu_and_mul,
-        ir.supports(dtype=HALVES, same_dtype=("x", "weight"), none=("bias",), ndim={"weight": 2}, **matrix)
+        ir.supports(dtype=_HALF_PRECISION, same_dtype=("x", "weight"), none=("bias",), ndim={"weight": 2}, **matrix)
         & product_fits,
         batch_invariant=False,
     )
@@ -89,5 +92,5 @@ def register(add: Callable[..., Any]) -> None:
         )
         & scaled_product_fits,
         batch_invariant=False,
-        supported=fp8_products_run,
+        supported={"cuda": fp8_products_run, "xpu": ir.reject("no Intel GPU is known to multiply codes")},
     )

@@ -122,22 +122,22 @@ def decode_kernel(
 
     sizes = tl.arange(0, head_block)
     value_sizes = tl.arange(0, value_block)
-    at = query + token * query_stride + head[:, None] * query_head_stride + sizes[None, :]
+    at = query + token * query_stride + head.to(tl.int64)[:, None] * query_head_stride + sizes[None, :]
     q = tl.load(at, mask=live[:, None] & (sizes[None, :] < head_size), other=0.0)
     most = tl.full((tile_heads,), float("-inf"), tl.float32)
     summed = tl.zeros((tile_heads,), tl.float32)
     y = tl.zeros((tile_heads, value_block), tl.float32)
     scale = tl.cast(scale, tl.float32)
     soft_cap = tl.cast(soft_cap, tl.float32)
-    keys_at = key_cache + kv_head * key_head_stride
-    values_at = value_cache + kv_head * value_head_stride
+    keys_at = key_cache + kv_head.to(tl.int64) * key_head_stride
+    values_at = value_cache + kv_head.to(tl.int64) * value_head_stride
     table += sequence.to(tl.int64) * table_stride
     for start in range(begin, end, tile_keys):
         place = start + tl.arange(0, tile_keys)
         seen = (place < end) & (place >= first_seen)
         block = tl.load(table + place // block_size, mask=seen, other=-1).to(tl.int64)
         seen = seen & (block >= 0) & (block < blocks)
-        slot = place % block_size
+        slot = (place % block_size).to(tl.int64)
         key_at = keys_at + block * key_block_stride + slot * key_slot_stride
         k = tl.load(key_at[None, :] + sizes[:, None], mask=seen[None, :] & (sizes[:, None] < head_size), other=0.0)
         value_at = values_at + block * value_block_stride + slot * value_slot_stride

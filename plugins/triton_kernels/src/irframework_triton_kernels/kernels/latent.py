@@ -75,9 +75,9 @@ def latent_kernel(
 
     columns = tl.arange(0, rank_block)
     turned = tl.arange(0, rope_block)
-    at = query + token * query_stride + head[:, None] * query_head_stride + columns[None, :]
+    at = query + token * query_stride + head.to(tl.int64)[:, None] * query_head_stride + columns[None, :]
     q = tl.load(at, mask=live[:, None] & (columns[None, :] < rank), other=0.0)
-    at = query_rope + token * rope_stride + head[:, None] * rope_head_stride + turned[None, :]
+    at = query_rope + token * rope_stride + head.to(tl.int64)[:, None] * rope_head_stride + turned[None, :]
     q_rope = tl.load(at, mask=live[:, None] & (turned[None, :] < rope), other=0.0)
     most = tl.full((tile_heads,), float("-inf"), tl.float32)
     summed = tl.zeros((tile_heads,), tl.float32)
@@ -89,7 +89,7 @@ def latent_kernel(
         seen = place < end
         block = tl.load(table + place // block_size, mask=seen, other=-1).to(tl.int64)
         seen = seen & (block >= 0) & (block < blocks)
-        row_at = cache + block * block_stride + place % block_size * slot_stride
+        row_at = cache + block * block_stride + (place % block_size).to(tl.int64) * slot_stride
         c = tl.load(row_at[:, None] + columns[None, :], mask=seen[:, None] & (columns[None, :] < rank), other=0.0)
         rope_at = row_at[None, :] + (rank + turned[:, None])
         k_rope = tl.load(rope_at, mask=seen[None, :] & (turned[:, None] < rope), other=0.0)

@@ -3,8 +3,9 @@
 
 Its rows are those of the gate, `hidden` of them, then those of what the gate multiplies. Of one row of x, a program has
 one row of each half. Of more, it has some of each, which it takes in turn, so that one thread has both of a pair.
-Sums are in float32, and a product is rounded as the op `linear` rounds it. Codes have one scale for each tensor, their
-product is in bfloat16, and what is stored are codes under a third scale.
+Sums are in float32, and a product is rounded as the op `linear` rounds it. Codes, in float8_e4m3fn, have one scale for
+each tensor, `x_scale` and `weight_scale`; their product is in bfloat16, and what is stored are codes under a third
+scale, `code_scale`. Values, in half precision, are stored as such; for them the three scales are read by nobody.
 """
 
 import triton
@@ -49,12 +50,15 @@ def gated_product_of_one_kernel(
     block: tl.constexpr,
     early: tl.constexpr,
 ):
-    """One column of the gated product of one row, `[1, length]`; `block` elements of the row at a time."""
+    """One column of the gated product of one row; `block` elements of it are read at a time.
+
+    `x` is `[1, length]`, `weight` `[2 * hidden, length]`, and `y` `[1, hidden]`.
+    """
     if early:
         after_predecessor()
     column = tl.program_id(0).to(tl.int64)
+    up_weight = weight + (column + hidden) * weight_stride  # of 64 bits, as the column is
     weight += column * weight_stride
-    up_weight = weight + hidden * weight_stride
     place = tl.arange(0, block)
     gates = tl.zeros((block,), tl.float32)
     ups = tl.zeros((block,), tl.float32)
@@ -98,8 +102,9 @@ def gated_product_kernel(
     turn: tl.constexpr,
     early: tl.constexpr,
 ):
-    """Some columns of the gated product of at most `tile_rows` rows; `block` elements of the rows at a time.
+    """Some columns of the gated product of at most `tile_rows` rows; `block` elements of each are read at a time.
 
+    `x` is `[rows, length]`, `weight` `[2 * hidden, length]`, and `y` `[rows, hidden]`.
     Each program begins `turn` blocks behind the one before, so that not all read the same part of the rows at once.
     """
     if early:

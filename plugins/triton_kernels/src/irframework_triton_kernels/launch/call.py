@@ -115,11 +115,12 @@ def _without_tile(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def opaque_op(name: str, mutates: tuple[str, ...]) -> Callable[[F], F]:
-    """Give a function a torch op that nobody looks into: one that overwrites what is kept between calls, or reads more.
+    """Give a function a torch op that nobody looks into.
 
-    For a kernel that it sees, Inductor copies what the kernel overwrites of the graph's inputs; for an op that says
-    what it overwrites, the framework proves that this is not needed. And what a kernel reads of other processes is no
-    tensor of the call. Or one that does something else for few rows than for many, which a trace for any number cannot.
+    There are three reasons. It overwrites what is kept between calls: for a kernel that it sees, Inductor copies what
+    the kernel overwrites of the graph's inputs; for an op that says what it overwrites, the framework proves that this
+    is not needed. It reads what other processes wrote, which is no tensor of the call. Or it does something else for
+    few rows than for many, which a trace for any number of rows cannot.
 
     Args:
         name: The op's name.

@@ -24,7 +24,7 @@ from irframework_triton_kernels.launch.call import (
     tiles_of,
 )
 from irframework_triton_kernels.launch.gated import gated, silu_and_mul_static_quant_fp8
-from irframework_triton_kernels.tiles import ProductTile, product_tile
+from irframework_triton_kernels.product_tiles import ProductTile, product_tile
 
 
 def _tile_for(x: Tensor, weight: Tensor) -> ProductTile | None:
@@ -38,6 +38,8 @@ def _gated_product(x: Tensor, weight: Tensor, y: Tensor, scales: tuple[Tensor, .
     """Multiply few rows by a matrix and gate the product into y: values, or codes under the last of three scales."""
     rows, length = x.shape
     hidden = y.shape[-1]
+    if tile.rows < rows:
+        raise ValueError(f"A tile of {tile.rows} rows was given for {rows} rows.")
     tensors = (x, weight, y, *(scales or (x, x, x)))
     codes = VALUES.value if scales is None else STATIC.value
     kind = (codes, scales is not None and y.dtype is FP8)
@@ -51,12 +53,18 @@ def _gated_product(x: Tensor, weight: Tensor, y: Tensor, scales: tuple[Tensor, .
 
 @opaque_op("linear_silu_and_mul", ())
 def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: ProductTile | None = None) -> Tensor:
-    """Multiply rows by a matrix and gate the product by SiLU; `[..., hidden]`.
+    """Multiply rows by a matrix and gate the product by SiLU.
 
     Args:
-        x: Rows, `[..., in_features]`, with stride 1 in the last dimension.
+        x: Rows, `[..., in_features]`, in half precision, with stride 1 in the last dimension.
         weight: `[2 * hidden, in_features]`, with stride 1 in the last dimension, the dtype of x.
-        tile: Another tile than the usual one, for few rows; it has all of them.
+        tile: Another tile than the usual one; it must have all rows.
+
+    Returns:
+        `[..., hidden]`, the dtype of x, contiguous.
+
+    Raises:
+        ValueError: A tile was given that has fewer rows than x.
     """
     shape = (*x.shape[:-1], weight.shape[0] // 2)
     x2 = rows_of(x)
@@ -75,15 +83,21 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor, tile: ProductTile | None = No
 def scaled_linear_silu_and_mul_static_quant_fp8(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, scale: Tensor, tile: ProductTile | None = None
 ) -> Tensor:
-    """Multiply rows of codes by a matrix of codes and gate the product, in bfloat16, into codes; `[rows, hidden]`.
+    """Multiply rows of codes by a matrix of codes and gate the product, in bfloat16, into codes.
 
     Args:
-        x: Codes, `[rows, in_features]`, with stride 1 in the last dimension.
-        weight: Codes, `[2 * hidden, in_features]`, with stride 1 in the last dimension.
+        x: Codes, `[rows, in_features]`, float8_e4m3fn, with stride 1 in the last dimension.
+        weight: Codes, `[2 * hidden, in_features]`, float8_e4m3fn, with stride 1 in the last dimension.
         x_scale: One float32 number.
         weight_scale: The same.
         scale: The same, of what is returned.
         tile: As for `linear_silu_and_mul`.
+
+    Returns:
+        `[rows, hidden]`, float8_e4m3fn, contiguous.
+
+    Raises:
+        ValueError: A tile was given that has fewer rows than x.
     """
     shape = x.shape[0], weight.shape[0] // 2
     if is_launching() and tile is None and shape[0] and shape[1]:
