@@ -184,10 +184,20 @@ def _special(
     for _, args in list(calls(op, shape, dtype, device))[:1]:
         for kind, change in _SPECIAL_VALUES.items():
             named = op.named(args)
-            for name in op.activations:
-                if isinstance(named[name], Tensor) and named[name].is_floating_point():
-                    named[name] = _changed(named[name], change)
+            changed = [name for name in op.activations if _is_floating(named[name])]
+            if kind == "inf" and not all(_has_infinity(named[name].dtype) for name in changed):
+                continue
+            for name in changed:
+                named[name] = _changed(named[name], change)
             yield f"{' and '.join(op.activations)} with {kind}", tuple(named.values())
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(float("inf")).to(dtype).to(torch.float32).isinf())
 
 
 def _changed(x: Tensor, change: Callable[[Tensor, torch.finfo], Tensor]) -> Tensor:
