@@ -25,6 +25,7 @@ from irframework.cli.tables import print_table, progress
 from irframework.integrations.model_source import LoadedModel
 from irframework.integrations.transformers import apply
 
+# Who does the same work without irframework.
 _PAIRS = (("irframework eager", "transformers eager"), ("irframework compiled", "torch.compile"))
 
 
@@ -76,7 +77,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How fast one variant was over another one in the same round; above 1 it was faster."""
+    """How fast one variant was over another one in the same round; above 1 it was faster.
+
+    Attributes:
+        variant: Whose rates are divided.
+        over: By whose.
+        prefill: The median of the ratios, and their quartiles.
+        decode: The same; None where only one token was generated.
+    """
 
     variant: str
     over: str
@@ -88,9 +96,13 @@ class Ratio:
         return {
             "variant": self.variant,
             "over": self.over,
-            "prefill": _spread(self.prefill),
-            "decode": None if self.decode is None else _spread(self.decode),
+            "prefill": _quartiles(self.prefill),
+            "decode": None if self.decode is None else _quartiles(self.decode),
         }
+
+
+def _quartiles(spread: Spread) -> dict[str, float]:
+    return {"median": spread.median, "lower_quartile": spread.low, "upper_quartile": spread.high}
 
 
 def _spread(spread: Spread) -> dict[str, float]:

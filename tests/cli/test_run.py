@@ -85,7 +85,8 @@ def test_compare_measures_four_variants_on_the_same_tokens(as_json: Json) -> Non
     pairs = {ratio["variant"]: ratio["over"] for ratio in document["ratios"]}
     assert pairs == {"irframework eager": "transformers eager", "irframework compiled": "torch.compile"}
     for ratio in document["ratios"]:
-        assert 0 < ratio["decode"]["low"] <= ratio["decode"]["median"] <= ratio["decode"]["high"]
+        decode = ratio["decode"]
+        assert 0 < decode["lower_quartile"] <= decode["median"] <= decode["upper_quartile"]
 
 
 def test_rates_are_compared_within_a_round() -> None:
