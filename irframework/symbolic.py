@@ -6,7 +6,7 @@ about a guard.
 
 Private torch API used here (read in 2.11 and 2.13): `ShapeEnv.guards` and `.replacements`, `SymNode._expr`,
 `FakeTensor.fake_mode`, `torch._prims_common.is_contiguous_or_false`, and of `torch.fx.experimental.symbolic_shapes`
-`_ShapeEnvGuardError`, `GuardOnDataDependentSymNode` and `guard_or_true`.
+`_ShapeEnvGuardError`, `GuardOnDataDependentSymNode`, `guard_or_true` and `guard_or_false`.
 """
 
 from collections.abc import Sequence
@@ -90,6 +90,21 @@ def is_contiguous(tensor: Tensor) -> bool:
     if shape_env_of((tensor,)) is None:
         return tensor.is_contiguous()
     return bool(torch._prims_common.is_contiguous_or_false(tensor))
+
+
+def starts_at_multiple(tensor: Tensor, of_bytes: int) -> bool:
+    """Whether a tensor starts at a multiple of so many bytes of its storage; False where that is not known.
+
+    It is not where Dynamo traces a native itself, which reads no offsets, nor where only a run can tell the offset.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    start = tensor.storage_offset() * tensor.element_size()
+    if isinstance(start, int):
+        return start % of_bytes == 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(start % of_bytes == 0))
 
 
 def same_sizes(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -12,7 +12,7 @@ from irframework.errors import ArgumentError
 from irframework.ops.layernorm import check_floating
 from irframework.ops.packed_sequences import check_integers, check_offsets, collect, cut, heads_of, spread, visible_keys
 from irframework.ops.softmax_attention import attend, check_heads, check_scale
-from irframework.symbolic import same_sizes
+from irframework.symbolic import same_sizes, starts_at_multiple
 
 
 @register_op(activations=("query", "key", "value"))
@@ -77,8 +77,8 @@ def _aligned(x: Tensor) -> Tensor:
     """
     if x.device.type != "cuda":
         return x
-    places = [place * x.element_size() for place in (x.storage_offset(), *x.stride()[:-1])]
-    if any(isinstance(place, int) and place % 16 for place in places):
+    steps = [stride * x.element_size() for stride in x.stride()[:-1]]
+    if not starts_at_multiple(x, 16) or any(isinstance(step, int) and step % 16 for step in steps):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

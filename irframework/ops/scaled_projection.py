@@ -15,7 +15,7 @@ from torch import Tensor
 from irframework.declaration import register_op
 from irframework.errors import ArgumentError
 from irframework.ops.quantization import FP8, check_scale_values, fp8_codes
-from irframework.symbolic import same_sizes
+from irframework.symbolic import same_sizes, starts_at_multiple
 
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 _WHOLE = 16  # torch's kernels on GPUs take rows of so many codes, and so many rows of the weight, or a multiple
@@ -92,11 +92,10 @@ def scaled_linear(
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3; torch's `_scaled_mm`.
     """
     check_scaled_projection("scaled_linear", x, weight, x_scale, weight_scale, dtype)
+    x_scale, weight_scale = (each if each.dim() <= 2 else each.reshape(()) for each in (x_scale, weight_scale))
     if not _torch_multiplies(x, weight, x_scale, weight_scale):
-        one_each = x_scale.numel() == weight_scale.numel() == 1
-        of_rows, of_columns = (each.reshape(()) if one_each else each for each in (x_scale, weight_scale))
-        rows = x.to(torch.float32) * of_rows
-        columns = weight.to(torch.float32).t() * of_columns
+        rows = x.to(torch.float32) * x_scale
+        columns = weight.to(torch.float32).t() * weight_scale
         return (rows @ columns).to(dtype)
     return torch._scaled_mm(
         _as_multiplied(x),
@@ -129,13 +128,13 @@ def _is_zero(size: int | torch.SymInt) -> bool:
 def _as_multiplied(codes: Tensor) -> Tensor:
     """The codes as torch's products ask for them: rows side by side, each beginning at a multiple of 16 bytes."""
     row, within = codes.stride()
-    fits = within == 1 and row >= codes.shape[1] and row % _WHOLE == 0 and codes.storage_offset() % _WHOLE == 0
+    fits = within == 1 and row >= codes.shape[1] and row % _WHOLE == 0 and starts_at_multiple(codes, _WHOLE)
     return codes if fits else codes.clone(memory_format=torch.contiguous_format)
 
 
 def _begun_with(scale: Tensor) -> Tensor:
     """A scale as torch's products ask for it: contiguous, and beginning at a multiple of 16 bytes."""
-    fits = scale.is_contiguous() and scale.storage_offset() * scale.element_size() % _WHOLE == 0
+    fits = scale.is_contiguous() and starts_at_multiple(scale, _WHOLE)
     return scale if fits else scale.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,4 +1,4 @@
-"""Predicates under symbolic shapes."""
+"""Predicates under symbolic shapes, and what is known of symbolic places."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import irframework as ir
 from irframework import errors
 from irframework.dispatch import resolve
+from irframework.symbolic import starts_at_multiple
 
 
 def symbolic(env, *sizes):
@@ -80,3 +81,28 @@ def test_frozen_shape_environment_is_not_taken_for_a_rejection(declare):
     x = symbolic(env, 5, 16)
     with env.error_on_new_guards(), pytest.raises(errors.PredicateGuardError, match="curious"):
         decide(op, x)
+
+
+def test_where_a_tensor_starts():
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    assert [starts_at_multiple(x[start:], 16) for start in (0, 4, 8, 12, 16)] == [True, False, True, False, True]
+    assert starts_at_multiple(x[4:], 8)
+
+
+def test_dynamo_does_not_know_where_a_tensor_starts():
+    seen = []
+
+    def look(x):
+        seen.append(starts_at_multiple(x, 16))
+        return x + 1
+
+    torch.compile(look, backend="eager", fullgraph=True)(torch.zeros(64))
+    assert seen == [False]
+
+
+def test_only_a_run_can_tell_where_a_tensor_starts():
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        x = torch.empty(64).narrow(0, env.create_unbacked_symint(), 4)
+        assert not starts_at_multiple(x, 16)
+    assert not env.guards
