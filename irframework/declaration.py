@@ -41,6 +41,8 @@ _RESERVED_OPS = (
     "pointwise_activation",
     "convolution",
     "projection",
+    "scaled_projection",
+    "fused_projection",
     "collectives",
     "fused_collectives",
     "blocked_segments",

@@ -24,7 +24,9 @@ HALVES = (torch.bfloat16, torch.float16)
 CODES = torch.float8_e4m3fn
 SCALE = torch.tensor([0.02])
 QUANTISING = tuple(
-    name for name in ir.ops.__all__ if name.endswith("static_quant_fp8") and not name.startswith(("gelu", "all_reduce"))
+    name
+    for name in ir.ops.__all__
+    if name.endswith("static_quant_fp8") and not name.startswith(("gelu", "all_reduce", "scaled_linear"))
 )
 
 

@@ -11,7 +11,9 @@ import torch
 import irframework as ir
 
 QUANTISING = tuple(
-    name for name in ir.ops.__all__ if name.endswith("static_quant_fp8") and not name.startswith(("gelu", "all_reduce"))
+    name
+    for name in ir.ops.__all__
+    if name.endswith("static_quant_fp8") and not name.startswith(("gelu", "all_reduce", "scaled_linear"))
 )
 OPS = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", *QUANTISING)
 README = Path(__file__).parents[2] / "plugins" / "aiter_rocm" / "README.md"
